@@ -1,0 +1,82 @@
+"""Recipes of this repository. A recipe is a function that returns a Controller.Config.
+
+`python -m torchtitan_rl.train --config <name>` runs one; any field can be overridden from the
+command line. Put a `config_registry.py` of your own in the folder you work in.
+"""
+
+from torchtitan_rl.actors.engine import EngineConfig, SamplingConfig
+from torchtitan_rl.actors.generator import VLLMGenerator
+from torchtitan_rl.actors.trainer import OptimizerConfig, Trainer, constant_lr
+from torchtitan_rl.algorithms.advantage import AdvantageConfig
+from torchtitan_rl.controller import Controller, EvaluationConfig
+from torchtitan_rl.models.parallel import TrainerParallelism
+from torchtitan_rl.tasks.sum_digits import SumDigits
+from torchtitan_rl.warm_start import WarmStartConfig
+
+
+def grpo_sum_digits_tiny() -> Controller.Config:
+    """GRPO on sums of digits with a 0.6M-parameter model: the whole stack on a laptop CPU."""
+    return Controller.Config(
+        warm_start=WarmStartConfig(),
+        task=SumDigits.Config(max_numbers=2),
+        steps=90,
+        prompts_per_step=32,
+        generator=VLLMGenerator.Config(
+            sampling=SamplingConfig(n=8, max_tokens=24),
+            engine=EngineConfig(max_model_len=128, kv_cache_gib=0.25),
+            threads=1,
+        ),
+        trainer=Trainer.Config(
+            optimizer=OptimizerConfig(lr=1.5e-4, betas=(0.9, 0.99)),
+            lr_scheduler=constant_lr(warmup_steps=20),
+            threads=2,
+        ),
+        advantage=AdvantageConfig(name="maxrl"),
+        evaluation=EvaluationConfig(every=15, prompts=200),
+    )
+
+
+def grpo_sum_digits_qwen3_0_6b() -> Controller.Config:
+    """GRPO on sums of digits with Qwen3-0.6B on two GPUs: one trains, one generates."""
+    return _qwen3("Qwen3-0.6B", shard=1, generator_tp=1, kv_cache_gib=16.0)
+
+
+def grpo_sum_digits_qwen3_1_7b() -> Controller.Config:
+    """GRPO on sums of digits with Qwen3-1.7B on four GPUs: FSDP over two, two generate."""
+    return _qwen3("Qwen3-1.7B", shard=2, generator_tp=2, kv_cache_gib=24.0)
+
+
+def grpo_sum_digits_qwen3_14b() -> Controller.Config:
+    """GRPO on sums of digits with Qwen3-14B on eight GPUs: FSDP 2 x TP 2, four generate."""
+    return _qwen3("Qwen3-14B", shard=2, tp=2, generator_tp=4, kv_cache_gib=32.0, recompute=True)
+
+
+def _qwen3(
+    name: str,
+    *,
+    shard: int,
+    generator_tp: int,
+    kv_cache_gib: float,
+    tp: int = 1,
+    recompute: bool = False,
+) -> Controller.Config:
+    return Controller.Config(
+        model=f"models/{name}",
+        task=SumDigits.Config(min_numbers=2, max_numbers=4, digits=3),
+        steps=200,
+        prompts_per_step=64,
+        generator=VLLMGenerator.Config(
+            sampling=SamplingConfig(n=8, max_tokens=256),
+            engine=EngineConfig(max_model_len=1024, kv_cache_gib=kv_cache_gib),
+            tensor_parallel_degree=generator_tp,
+        ),
+        trainer=Trainer.Config(
+            optimizer=OptimizerConfig(lr=1e-6),
+            lr_scheduler=constant_lr(warmup_steps=10),
+            parallelism=TrainerParallelism(
+                data_parallel_shard_degree=shard, tensor_parallel_degree=tp
+            ),
+            activation_checkpoint="full" if recompute else "none",
+        ),
+        evaluation=EvaluationConfig(every=20, prompts=256),
+    )

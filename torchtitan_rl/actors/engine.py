@@ -1,0 +1,334 @@
+"""An in-process vLLM engine on a thread of its own; usable without any actor.
+
+Everything that touches the engine runs on that thread, between two engine steps: new requests,
+aborts, weight swaps. So a swap needs no lock, and a step is never interrupted.
+"""
+
+import asyncio
+import hashlib
+import itertools
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchtitan_rl.platform import Dtype, device_type, resolve_dtype
+from torchtitan_rl.types import Completion
+from torchtitan_rl.weight_sync.handle import WeightHandle
+
+Prompt = str | list[int]
+
+
+class PromptError(ValueError):
+    """A prompt the engine cannot take; the message names it and says why."""
+
+
+class EngineDiedError(RuntimeError):
+    """The engine failed in a step; every request in flight failed with it."""
+
+
+@dataclass(kw_only=True, slots=True)
+class SamplingConfig:
+    """How completions are sampled."""
+
+    n: int = 1
+    """Samples per prompt."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens with this much probability; 1 keeps all."""
+    top_k: int = 0
+    """Keep this many most probable tokens; 0 keeps all."""
+    max_tokens: int = 64
+    """At most this many new tokens a completion."""
+    stop: list[str] = field(default_factory=list)
+    """Strings that end a completion, besides the model's own end-of-turn tokens."""
+
+    def __post_init__(self) -> None:
+        checks = {
+            "n must be at least 1": self.n >= 1,
+            "temperature must be 0 (greedy) or more": self.temperature >= 0,
+            "top_p must be in (0, 1]": 0 < self.top_p <= 1,
+            "top_k must be 0 (off) or more": self.top_k >= 0,
+            "max_tokens must be at least 1": self.max_tokens >= 1,
+        }
+        for message, holds in checks.items():
+            if not holds:
+                raise ValueError(f"sampling.{message}; got {getattr(self, message.split()[0])}")
+        if self.temperature == 0 and self.n > 1:
+            raise ValueError("sampling.n > 1 with temperature 0 gives n equal samples; use n = 1")
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are cut off, so that recorded logprobs are renormalised over the rest."""
+        return self.top_p < 1 or self.top_k > 0
+
+
+@dataclass(kw_only=True, slots=True)
+class EngineConfig:
+    """The engine's own settings."""
+
+    dtype: Dtype = "auto"
+    """`auto`: float32 on a CPU, bfloat16 on a GPU."""
+    max_model_len: int = 512
+    """Longest prompt + completion, in tokens."""
+    max_num_seqs: int = 256
+    """Most completions decoded side by side."""
+    max_num_batched_tokens: int = 8192
+    """Most tokens in one engine step; bounds how many prompts are prefilled together."""
+    block_size: int = 32
+    """Tokens per KV-cache block; prompts shorter than a block are never prefix-cached."""
+    kv_cache_gib: float = 0.5
+    """Memory of the KV cache."""
+    enforce_eager: bool = False
+    """Skip torch.compile and CUDA graphs. Always on for a CPU."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "max_num_seqs", "block_size", "kv_cache_gib"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"engine.{name} must be positive; got {getattr(self, name)}")
+
+
+def sample_seed(run_seed: int, group_id: str, sample: int) -> int:
+    """A seed that depends on run, group and sample, and on nothing else: not on timing or order.
+
+    Example:
+        >>> sample_seed(0, "0/1", 0) != sample_seed(0, "0/10", 0)
+        True
+    """
+    digest = hashlib.blake2b(f"{run_seed}|{group_id}|{sample}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1  # vLLM takes a signed 64-bit seed
+
+
+@dataclass(slots=True)
+class _Call:
+    """One `generate` call in flight: filled request by request, resolved as a whole."""
+
+    future: Future
+    policy_version: int
+    completions: list[Completion | None]
+    missing: int
+    request_ids: list[str]
+
+
+class Engine:
+    """Continuous batching over concurrent `generate` calls, with weight swaps between steps."""
+
+    def __init__(
+        self, model: str, config: EngineConfig, *, seed: int, tensor_parallel: int = 1
+    ) -> None:
+        self._model, self._config = model, config
+        self._seed, self._tensor_parallel = seed, tensor_parallel
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._slots: dict[str, tuple[_Call, int, int]] = {}
+        self._ids = itertools.count()
+        self._dead: BaseException | None = None
+        self.policy_version = 0
+        started: Future[None] = Future()
+        self._thread = threading.Thread(
+            target=self._run, args=(started,), name="vllm-engine", daemon=True
+        )
+        self._thread.start()
+        started.result()
+
+    # ---- called from any thread or event loop -------------------------------------------------
+
+    async def generate(
+        self, prompts: list[Prompt], sampling: SamplingConfig, group_ids: list[str]
+    ) -> list[Completion]:
+        """All samples of all prompts, ordered by prompt, then sample."""
+        call_future: Future[list[Completion]] = Future()
+        call = await self._between_steps(
+            lambda: self._add_call(call_future, prompts, sampling, group_ids)
+        )
+        try:
+            return await asyncio.wrap_future(call_future)
+        except asyncio.CancelledError:
+            # Nobody waits for these any more; do not let them take the engine's time.
+            self._submit(lambda: self._abort(call))
+            raise
+
+    async def pull_weights(self, handle: WeightHandle) -> None:
+        """Swap in published weights between two steps; requests in flight go on with the new ones."""
+        await self._between_steps(lambda: self._swap(handle))
+
+    def close(self) -> None:
+        """Stop the thread; whoever still waits gets an error."""
+        self._commands.put(None)
+        self._thread.join()
+
+    async def _between_steps(self, command: Callable[[], Any]) -> Any:
+        return await asyncio.wrap_future(self._submit(command))
+
+    def _submit(self, command: Callable[[], Any]) -> Future:
+        done: Future = Future()
+
+        def run() -> None:
+            if self._dead is not None:
+                done.set_exception(EngineDiedError(f"the engine died earlier: {self._dead!r}"))
+                return
+            try:
+                done.set_result(command())
+            except BaseException as error:
+                done.set_exception(error)
+
+        self._commands.put(run)
+        return done
+
+    # ---- on the engine's thread ---------------------------------------------------------------
+
+    def _run(self, started: Future) -> None:
+        try:
+            self._engine = build_llm_engine(self._model, self._config, self._tensor_parallel)
+            self._tokenizer = self._engine.get_tokenizer()
+        except BaseException as error:
+            started.set_exception(error)
+            return
+        started.set_result(None)
+        while True:
+            # Blocks only when there is nothing to decode; a command (or close) unblocks it.
+            while not self._slots or not self._commands.empty():
+                command = self._commands.get()
+                if command is None:
+                    self._fail_all(EngineDiedError("the engine was closed"))
+                    return
+                command()
+            try:
+                for output in self._engine.step():
+                    if output.finished:
+                        self._finish(output)
+            except BaseException as error:
+                # The thread lives on, only to tell everyone who calls: nobody waits forever.
+                self._dead = error
+                self._fail_all(EngineDiedError(f"the engine failed in a step: {error!r}"))
+
+    def _add_call(
+        self, future: Future, prompts: list[Prompt], sampling: SamplingConfig, group_ids: list[str]
+    ) -> _Call:
+        from vllm.exceptions import VLLMValidationError
+
+        call = _Call(future, self.policy_version, [], 0, [])
+        try:
+            for prompt_idx, (prompt, group_id) in enumerate(zip(prompts, group_ids, strict=True)):
+                token_ids = self._check_prompt(prompt, prompt_idx, sampling)
+                for sample in range(sampling.n):
+                    request_id = str(next(self._ids))
+                    params = self._sampling_params(sampling, group_id, sample)
+                    self._engine.add_request(request_id, {"prompt_token_ids": token_ids}, params)
+                    self._slots[request_id] = (call, len(call.completions), prompt_idx)
+                    call.completions.append(None)
+                    call.request_ids.append(request_id)
+        except VLLMValidationError as error:
+            self._abort(call)
+            raise PromptError(f"prompt {prompt_idx}: {error}") from error
+        except BaseException:
+            self._abort(call)
+            raise
+        call.missing = len(call.completions)
+        if call.missing == 0:
+            future.set_result([])
+        return call
+
+    def _check_prompt(self, prompt: Prompt, index: int, sampling: SamplingConfig) -> list[int]:
+        ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if not ids:
+            raise PromptError(f"prompt {index} is empty")
+        vocab = self._engine.model_config.get_vocab_size()
+        if bad := [i for i in ids if not 0 <= i < vocab]:
+            raise PromptError(f"prompt {index} has token id {bad[0]}; the model knows 0..{vocab - 1}")
+        if len(ids) + sampling.max_tokens > self._config.max_model_len:
+            # vLLM would silently cut the completion short.
+            raise PromptError(
+                f"prompt {index} has {len(ids)} tokens; with max_tokens = {sampling.max_tokens} "
+                f"that exceeds max_model_len = {self._config.max_model_len}"
+            )
+        return ids
+
+    def _sampling_params(self, sampling: SamplingConfig, group_id: str, sample: int):
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=sampling.max_tokens,
+            stop=sampling.stop,
+            seed=sample_seed(self._seed, group_id, sample) if sampling.temperature > 0 else None,
+            logprobs=0,  # of the sampled token only
+            # Text is decoded once, at the end; only stop strings need it token by token.
+            detokenize=bool(sampling.stop),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def _finish(self, output: Any) -> None:
+        call, slot, prompt_idx = self._slots.pop(output.request_id)
+        made = output.outputs[0]
+        token_ids = list(made.token_ids)
+        call.completions[slot] = Completion(
+            policy_version=call.policy_version,
+            prompt_idx=prompt_idx,
+            prompt_token_ids=list(output.prompt_token_ids),
+            text=self._tokenizer.decode(token_ids, skip_special_tokens=True),
+            token_ids=token_ids,
+            token_logprobs=[
+                position[token].logprob
+                for token, position in zip(token_ids, made.logprobs, strict=True)
+            ],
+            finish_reason=made.finish_reason,
+        )
+        call.missing -= 1
+        if call.missing == 0 and not call.future.done():
+            call.future.set_result(call.completions)
+
+    def _abort(self, call: _Call) -> None:
+        # The engine says nothing of an aborted request, so its slot is released here.
+        for request_id in call.request_ids:
+            self._slots.pop(request_id, None)
+        self._engine.abort_request(call.request_ids)
+
+    def _swap(self, handle: WeightHandle) -> None:
+        self._engine.collective_rpc("pull_weights", args=(handle,))
+        # Cached prefixes and the KV of running requests were computed with the old weights.
+        self._engine.reset_prefix_cache(reset_running_requests=True)
+        self.policy_version = handle.version
+
+    def _fail_all(self, error: BaseException) -> None:
+        for call, _, _ in self._slots.values():
+            if not call.future.done():
+                call.future.set_exception(error)
+        self._slots.clear()
+
+
+def build_llm_engine(model: str, config: EngineConfig, tensor_parallel: int) -> Any:
+    """The bare vLLM engine with the settings every run needs."""
+    from vllm.platforms import current_platform
+
+    if device_type() == "cpu":
+        # The first request with logprobs would otherwise compile a helper for 4-24 s.
+        type(current_platform).simple_compile_backend = "eager"
+    from vllm import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    args = EngineArgs(
+        model=model,
+        dtype=resolve_dtype(config.dtype),
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=max(config.max_num_batched_tokens, config.max_model_len),
+        block_size=config.block_size,
+        kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30),
+        tensor_parallel_size=tensor_parallel,
+        enforce_eager=config.enforce_eager or device_type() == "cpu",
+        # After temperature (and nothing else: the trainer divides its logits the same way).
+        logprobs_mode="processed_logprobs",
+        worker_extension_cls="torchtitan_rl.actors.vllm_worker.WeightPuller",
+        disable_log_stats=True,
+        enable_prefix_caching=True,
+        trust_remote_code=False,
+    )
+    return LLMEngine.from_engine_args(args)
+
+

@@ -1,0 +1,88 @@
+"""VLLMGenerator: prompts in, Completions out, weights pulled between engine steps."""
+
+import asyncio
+import itertools
+from dataclasses import dataclass, field
+
+from monarch.actor import Actor, concurrent_endpoint
+from torchtitan.config import Configurable
+
+from torchtitan_rl.actors.engine import Engine, EngineConfig, Prompt, SamplingConfig
+from torchtitan_rl.types import Completion
+from torchtitan_rl.weight_sync.handle import WeightHandle
+
+
+class VLLMGenerator(Actor, Configurable):
+    """An in-process vLLM engine as an actor. Concurrent calls share one continuous batch.
+
+    Example:
+        generator = await spawn_generator(VLLMGenerator.Config(), model="outputs/models/tiny", seed=0)
+        completions = await generator.actor.generate.call_one(
+            ["47 85"], sampling_config=SamplingConfig(n=4, max_tokens=32)
+        )
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        sampling: SamplingConfig = field(default_factory=SamplingConfig)
+        """How training completions are sampled; a call may override it."""
+        engine: EngineConfig = field(default_factory=EngineConfig)
+        tensor_parallel_degree: int = 1
+        """GPUs that share the model."""
+        threads: int = 0
+        """CPU threads; 0 is all cores of the machine."""
+
+        def __post_init__(self) -> None:
+            if self.tensor_parallel_degree < 1:
+                raise ValueError("generator.tensor_parallel_degree must be at least 1")
+            if self.sampling.max_tokens >= self.engine.max_model_len:
+                raise ValueError(
+                    f"generator.sampling.max_tokens ({self.sampling.max_tokens}) leaves no room for "
+                    f"a prompt in generator.engine.max_model_len ({self.engine.max_model_len})"
+                )
+
+    def __init__(self, config: Config, *, model: str, seed: int) -> None:
+        self.config = config
+        self._model, self._seed = model, seed
+        self._calls = itertools.count()
+
+    @concurrent_endpoint
+    async def setup(self) -> None:
+        """Load the model. Apart from `__init__`, so that a failure comes back as an error."""
+        self.engine = await asyncio.to_thread(
+            Engine,
+            self._model,
+            self.config.engine,
+            seed=self._seed,
+            tensor_parallel=self.config.tensor_parallel_degree,
+        )
+
+    @concurrent_endpoint
+    async def generate(
+        self,
+        prompts: list[Prompt],
+        *,
+        sampling_config: SamplingConfig | None = None,
+        group_ids: list[str] | None = None,
+    ) -> list[Completion]:
+        """`n` completions of each prompt, a string or token ids; ordered by prompt, then sample.
+
+        A sample's seed derives from the run's seed, its group id and its number in the group. Name
+        the groups to get the same samples again; without names every call makes new groups.
+        """
+        if group_ids is None:
+            call = next(self._calls)
+            group_ids = [f"call {call}/{index}" for index in range(len(prompts))]
+        return await self.engine.generate(
+            prompts, sampling_config or self.config.sampling, group_ids
+        )
+
+    @concurrent_endpoint
+    async def pull_weights(self, handle: WeightHandle) -> int:
+        """Serve the published weights from the next engine step on; returns their version."""
+        await self.engine.pull_weights(handle)
+        return self.engine.policy_version
+
+    @concurrent_endpoint
+    async def close(self) -> None:
+        await asyncio.to_thread(self.engine.close)

@@ -1,0 +1,292 @@
+"""Trainer: torchtitan's model, optimizer and checkpoints behind a few endpoints.
+
+SPMD over a mesh of `data_parallel x tensor_parallel` processes. It is blind to the algorithm: it
+takes a grid of per-token streams, calls the configured loss, and returns metrics.
+"""
+
+import logging
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from monarch.actor import Actor, endpoint
+from torch.distributed.tensor import DTensor
+from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+from torchtitan.config import Configurable
+from torchtitan.distributed import utils as dist_utils
+
+from torchtitan_rl.algorithms.policy_loss import (
+    LOSSES,
+    LossConfig,
+    LossInputs,
+    token_logprobs,
+)
+from torchtitan_rl.batching.grid import Grid
+from torchtitan_rl.batching.schema import Microbatch
+from torchtitan_rl.models.checkpoint import Checkpoints, TrainState
+from torchtitan_rl.models.parallel import TrainerParallelism, build_parallel_model
+from torchtitan_rl.models.spec import model_spec
+from torchtitan_rl.observability.metrics import (
+    Distribution,
+    Mean,
+    Metrics,
+    Same,
+    merge_metrics,
+)
+from torchtitan_rl.platform import Dtype, device_type
+from torchtitan_rl.plugins import resolve
+from torchtitan_rl.weight_sync.handle import Transport, WeightHandle, make_publisher
+
+
+@dataclass(kw_only=True, slots=True)
+class OptimizerConfig:
+    """AdamW."""
+
+    lr: float = 1e-6
+    """Learning rate after warm-up."""
+    betas: tuple[float, float] = (0.9, 0.99)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.lr <= 0:
+            raise ValueError(f"optimizer.lr must be positive; got {self.lr}")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"optimizer.betas must lie in [0, 1); got {self.betas}")
+
+
+def constant_lr(warmup_steps: int = 0) -> LRSchedulersContainer.Config:
+    """A schedule that warms up and then stays: an RL run has no natural end to decay towards."""
+    return LRSchedulersContainer.Config(warmup_steps=warmup_steps, decay_ratio=0.0)
+
+
+class Trainer(Actor, Configurable):
+    """One rank of the trainer mesh. See `Trainer.Config` for what can be set.
+
+    Example:
+        trainer = await spawn_trainer(Trainer.Config(), model="outputs/models/tiny", steps=10)
+        metrics = await trainer.actor.train_step.call(grid)
+        handle = await trainer.actor.publish_weights.call()
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+        lr_scheduler: LRSchedulersContainer.Config = field(default_factory=constant_lr)
+        """torchtitan's schedule: warm-up, stable, decay."""
+        loss: LossConfig = field(default_factory=LossConfig)
+        max_grad_norm: float = 1.0
+        """Gradients are scaled down to this norm."""
+        tokens_per_microbatch: int = 16384
+        """Most tokens in one forward pass of one rank, padding included."""
+        parallelism: TrainerParallelism = field(default_factory=TrainerParallelism)
+        dtype: Dtype = "auto"
+        """Of the computation; `auto`: float32 on a CPU, bfloat16 on a GPU. Weights stay float32."""
+        activation_checkpoint: Literal["none", "full"] = "none"
+        """`full` recomputes each layer in the backward pass to save memory."""
+        weight_sync: Transport = "shm"
+        """How weights reach the generator."""
+        threads: int = 0
+        """CPU threads per rank; 0 is all cores of the machine divided by the ranks."""
+
+        def __post_init__(self) -> None:
+            if self.tokens_per_microbatch < 1:
+                raise ValueError("trainer.tokens_per_microbatch must be at least 1")
+            if self.max_grad_norm <= 0:
+                raise ValueError("trainer.max_grad_norm must be positive")
+
+    def __init__(
+        self, config: Config, *, model: str, steps: int, checkpoint_folder: str, keep: int, seed: int
+    ) -> None:
+        self.config = config
+        self._model_folder = model
+        self._steps = steps
+        self._checkpoint_folder, self._keep = checkpoint_folder, keep
+        self._seed = seed
+
+    @endpoint
+    async def setup(self, *, resume: bool) -> int:
+        """Build everything and load weights: the latest checkpoint if `resume` and there is one,
+        else the HF folder. Returns the number of controller steps already done."""
+        logging.getLogger().setLevel(logging.ERROR)
+        config = self.config
+        torch.manual_seed(self._seed)
+        dist.init_process_group("gloo" if device_type() == "cpu" else "cuda:nccl,cpu:gloo")
+        self.device = torch.device(device_type())
+        if device_type() == "cuda":
+            self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(self.device)
+        torch.autograd.set_multithreading_enabled(False)
+
+        spec = model_spec(self._model_folder)
+        self.model, self.parallel_dims = build_parallel_model(
+            spec,
+            config.parallelism,
+            dtype=config.dtype,
+            activation_checkpoint=config.activation_checkpoint,
+        )
+        optimizer = config.optimizer
+        container = default_adamw(
+            lr=optimizer.lr,
+            betas=tuple(optimizer.betas),
+            eps=optimizer.eps,
+            weight_decay=optimizer.weight_decay,
+        )
+        container.implementation = "foreach" if device_type() == "cpu" else "fused"
+        self.optimizers = container.build(model_parts=[self.model])
+        self.lr_schedulers = config.lr_scheduler.build(
+            optimizers=self.optimizers, training_steps=self._steps
+        )
+        self.loss_fn = resolve(config.loss.name, LOSSES, what="loss")
+        self.publisher = make_publisher(config.weight_sync)
+        self.state = TrainState()
+        self.checkpoints = Checkpoints(
+            folder=self._checkpoint_folder,
+            keep=self._keep,
+            model=self.model,
+            optimizers=self.optimizers,
+            lr_schedulers=self.lr_schedulers,
+            state=self.state,
+            adapter=spec.state_dict_adapter(spec.model, self._model_folder),
+        )
+        self.checkpoints.load(resume=resume)
+        return self.state.step
+
+    @endpoint
+    async def train_step(self, grid: Grid) -> Metrics:
+        """One optimizer step on the global batch; returns this rank's share of the metrics."""
+        learning_rate = self.lr_schedulers.schedulers[0].get_last_lr()[0]
+        column = [row[self._dp_rank] for row in grid.cells]
+        metrics = merge_metrics(self._forward_backward(cell, grid.loss_tokens) for cell in column)
+        grad_norm = dist_utils.clip_grad_norm_(
+            list(self.model.parameters()), self.config.max_grad_norm, foreach=True
+        )
+        if isinstance(grad_norm, DTensor):
+            grad_norm = grad_norm.full_tensor()
+        if not torch.isfinite(grad_norm):
+            self.optimizers.zero_grad()
+            raise FloatingPointError(
+                f"the gradient norm is {grad_norm.item()} at policy version "
+                f"{self.state.policy_version}; no weight was changed. Look at the batch's "
+                "advantages and logprobs, or lower trainer.optimizer.lr"
+            )
+        self.optimizers.step()
+        self.lr_schedulers.step()
+        self.optimizers.zero_grad()
+        self.state.policy_version += 1
+        metrics["train/grad_norm"] = Same(grad_norm.item())
+        metrics["train/learning_rate"] = Same(learning_rate)
+        return metrics
+
+    @endpoint
+    async def gradients(self, grid: Grid) -> dict[str, torch.Tensor]:
+        """The full gradient of the batch by parameter name, without a step. For tests and study."""
+        merge_metrics(
+            self._forward_backward(row[self._dp_rank], grid.loss_tokens) for row in grid.cells
+        )
+        grads = {
+            name: (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad).cpu().clone()
+            for name, p in self.model.named_parameters()
+            if p.grad is not None
+        }
+        self.optimizers.zero_grad()
+        return grads
+
+    @endpoint
+    async def logprobs(self, cell: Microbatch) -> torch.Tensor:
+        """[rows, length - 1] logprobs of tokens 1.. under the current weights, without gradient."""
+        with torch.no_grad():
+            logits = self.model(**self._model_inputs(cell["tokens"]))
+            targets = cell["tokens"][:, 1:].to(self.device)
+            flat, _ = token_logprobs(
+                logits[:, :-1].flatten(0, 1),
+                targets.flatten(),
+                cell["temperatures"][:, 1:].flatten().to(self.device),
+            )
+            return flat.view(targets.shape).cpu()
+
+    @endpoint
+    async def publish_weights(self) -> WeightHandle | None:
+        """Snapshot the weights under their HF names; rank 0 returns the handle."""
+        named = self.checkpoints.hf_tensors()
+        if dist.get_rank() == 0:
+            return self.publisher.publish(named, self.state.policy_version)
+        for _ in named:  # gathering a sharded tensor takes every rank
+            pass
+        return None
+
+    @endpoint
+    async def save(self, step: int) -> None:
+        """Write a checkpoint of everything a resumed run needs, as of `step` finished steps."""
+        self.state.step = step
+        self.checkpoints.save(step)
+
+    @endpoint
+    async def export_hf(self, folder: str) -> None:
+        """Write the weights, config and tokenizer as an HF folder."""
+        self.checkpoints.export_hf(Path(folder), source=Path(self._model_folder))
+
+    @endpoint
+    async def close(self) -> None:
+        """Free what outlives a message: weight buffers and the process group."""
+        self.publisher.close()
+        self.checkpoints.close()
+        dist.destroy_process_group()
+
+    @property
+    def _dp_rank(self) -> int:
+        if not self.parallel_dims.dp_enabled:
+            return 0
+        return self.parallel_dims.get_mesh("batch").get_local_rank()
+
+    def _model_inputs(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+        rows, length = tokens.shape
+        positions = torch.arange(length, device=self.device).expand(rows, length)
+        return {"tokens": tokens.to(self.device), "positions": positions}
+
+    def _forward_backward(self, cell: Microbatch, loss_tokens: int) -> Metrics:
+        """Accumulate the gradient of one microbatch; token i is predicted at position i - 1."""
+        logits = self.model(**self._model_inputs(cell["tokens"]))[:, :-1]  # [rows, length-1, vocab]
+        # Each stream is cut to the tokens that train: [tokens]
+        trains = cell["loss_mask"][:, 1:]
+        streams = {name: s[:, 1:][trains].to(self.device) for name, s in cell.items()}
+        logprobs, entropy = token_logprobs(
+            logits[trains.to(self.device)], streams["tokens"], streams["temperatures"]
+        )
+        generator_logprobs = streams.get("generator_logprobs")
+        output = self.loss_fn(
+            LossInputs(
+                logprobs=logprobs,
+                # One optimizer step per batch: the weights at the start of the step are these.
+                old_logprobs=logprobs.detach(),
+                advantages=streams["advantages"],
+                generator_logprobs=generator_logprobs,
+            ),
+            **self.config.loss.kwargs,
+        )
+        # A cell of padding still runs backward: FSDP's collectives need every rank.
+        loss = output.loss_sum / max(loss_tokens, 1) + logits.sum() * 0.0
+        loss.backward()
+        tokens = float(logprobs.numel())
+        metrics: Metrics = {
+            "train/loss": Mean(output.loss_sum.item(), tokens),
+            "train/entropy": Mean(entropy.sum().item(), tokens),
+            **output.metrics,
+        }
+        if generator_logprobs is not None:
+            metrics |= mismatch(logprobs.detach(), generator_logprobs)
+        return metrics
+
+
+def mismatch(trainer: torch.Tensor, generator: torch.Tensor) -> Metrics:
+    """How far trainer and generator are apart on the sampled tokens: |t - g|, and the KL estimate
+    r - log r - 1 with r = exp(t - g)."""
+    difference = trainer - generator
+    kl = difference.exp() - difference - 1
+    return {
+        "mismatch": Distribution.of(difference.abs()),
+        "mismatch_kl": Distribution.of(kl),
+    }

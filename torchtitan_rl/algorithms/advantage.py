@@ -1,0 +1,104 @@
+"""Advantages: one prompt group in, a list of floats out, any group size from 1 up."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from torchtitan_rl.plugins import resolve
+from torchtitan_rl.types import ScoredCompletion
+
+AdvantageFn = Callable[..., list[float]]
+
+
+def mean_baseline(group: Sequence[ScoredCompletion]) -> list[float]:
+    """r - mean(r), as in Dr.GRPO: dividing by the spread would favour too easy and too hard prompts."""
+    rewards = _rewards(group)
+    return (rewards - rewards.mean()).tolist()
+
+
+def grpo(group: Sequence[ScoredCompletion]) -> list[float]:
+    """(r - mean) / (std + 1e-6), with the sample standard deviation; 0 for a group of one."""
+    rewards = _rewards(group)
+    if len(rewards) == 1:
+        return [0.0]
+    return ((rewards - rewards.mean()) / (rewards.std() + 1e-6)).tolist()
+
+
+def rloo(group: Sequence[ScoredCompletion]) -> list[float]:
+    """Each sample against the mean of the others: (r - mean) * n / (n - 1); 0 for a group of one."""
+    rewards = _rewards(group)
+    n = len(rewards)
+    if n == 1:
+        return [0.0]
+    return ((rewards - rewards.mean()) * n / (n - 1)).tolist()
+
+
+def maxrl(group: Sequence[ScoredCompletion]) -> list[float]:
+    """(r - mean) / mean: the rarer success is, the more it counts. All 0 when the mean is not positive."""
+    rewards = _rewards(group)
+    mean = rewards.mean()
+    if mean <= 0:
+        return [0.0] * len(rewards)
+    return ((rewards - mean) / mean).tolist()
+
+
+def reward(group: Sequence[ScoredCompletion]) -> list[float]:
+    """The reward itself, without a baseline."""
+    return _rewards(group).tolist()
+
+
+def _rewards(group: Sequence[ScoredCompletion]) -> torch.Tensor:
+    return torch.tensor([scored.reward for scored in group], dtype=torch.float64)
+
+
+ADVANTAGES: dict[str, AdvantageFn] = {
+    "mean_baseline": mean_baseline,
+    "grpo": grpo,
+    "rloo": rloo,
+    "maxrl": maxrl,
+    "reward": reward,
+}
+
+
+@dataclass(kw_only=True, slots=True)
+class AdvantageConfig:
+    """Which advantage, by name or import path."""
+
+    name: str = "mean_baseline"
+    """mean_baseline, grpo, rloo, maxrl, reward, or `package.module:function` of your own."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the function."""
+
+    def __post_init__(self) -> None:
+        resolve(self.name, ADVANTAGES, what="advantage")
+
+
+def group_advantages(
+    config: AdvantageConfig, group: Sequence[ScoredCompletion], group_id: str
+) -> list[float]:
+    """Call the configured function on one group and check what it returns.
+
+    Example:
+        >>> group_advantages(AdvantageConfig(), [], "step 0, prompt 0")
+        Traceback (most recent call last):
+        ...
+        ValueError: group step 0, prompt 0 is empty: a group has at least one completion
+    """
+    if not group:
+        raise ValueError(f"group {group_id} is empty: a group has at least one completion")
+    advantages = list(resolve(config.name, ADVANTAGES, what="advantage")(group, **config.kwargs))
+    if len(advantages) != len(group):
+        raise ValueError(
+            f"advantage function {config.name!r} returned {len(advantages)} values for group "
+            f"{group_id}, which has {len(group)} completions"
+        )
+    for index, value in enumerate(advantages):
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise ValueError(
+                f"advantage function {config.name!r} returned {value!r} for completion {index} of "
+                f"group {group_id}; every advantage must be a finite number"
+            )
+    return [float(value) for value in advantages]

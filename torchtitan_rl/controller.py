@@ -1,0 +1,393 @@
+"""The run, in one file: roll out, score, turn into episodes, train, sync, evaluate.
+
+A step is synchronous: every completion it trains on was sampled with the weights it starts from.
+Prompts and seeds derive from the step number alone, so a resumed run continues exactly.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TypeVar
+
+from torchtitan.config import Configurable
+
+from torchtitan_rl.actors.engine import SamplingConfig
+from torchtitan_rl.actors.generator import VLLMGenerator
+from torchtitan_rl.actors.grader import Grader
+from torchtitan_rl.actors.spawn import (
+    Spawned,
+    per_rank,
+    spawn_generator,
+    spawn_grader,
+    spawn_trainer,
+)
+from torchtitan_rl.actors.trainer import Trainer
+from torchtitan_rl.algorithms.advantage import AdvantageConfig, group_advantages
+from torchtitan_rl.batching.grid import make_grid
+from torchtitan_rl.batching.schema import validate
+from torchtitan_rl.models.render import ChatRenderer
+from torchtitan_rl.models.spec import check_parallelism, read_hf_config
+from torchtitan_rl.observability.console import StepProgress, console, print_summary, step_line
+from torchtitan_rl.observability.metrics import flatten, merge_metrics
+from torchtitan_rl.observability.rollouts import rollout_metrics
+from torchtitan_rl.observability.run_folder import RunFolder
+from torchtitan_rl.observability.sinks import MetricsLog
+from torchtitan_rl.tasks.task import Example, Task
+from torchtitan_rl.types import Completion, Episode, ScoredCompletion
+from torchtitan_rl.waiting import Clock, Interrupted, answer, unless
+from torchtitan_rl.warm_start import WarmStartConfig
+
+Answer = TypeVar("Answer")
+
+
+@dataclass(kw_only=True, slots=True)
+class EvaluationConfig:
+    """Greedy evaluation on held-out prompts."""
+
+    every: int = 10
+    """Evaluate before every so many steps, and after the last."""
+    prompts: int = 200
+    """Held-out prompts."""
+
+    def __post_init__(self) -> None:
+        if self.every < 1 or self.prompts < 1:
+            raise ValueError("evaluation.every and evaluation.prompts must be at least 1")
+
+
+@dataclass(kw_only=True, slots=True)
+class CheckpointConfig:
+    """When to save what a resumed run needs."""
+
+    every: int = 10
+    """Save after every so many steps, after the last, and on Ctrl-C."""
+    keep: int = 2
+    """Newest checkpoints to keep; 0 keeps all."""
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ValueError(f"checkpoint.every must be at least 1; got {self.every}")
+        if self.keep == 1 or self.keep < 0:
+            raise ValueError(
+                f"checkpoint.keep must be 0 (all) or at least 2, because the newest may be "
+                f"half-written; got {self.keep}"
+            )
+
+
+@dataclass(slots=True)
+class Group:
+    """The samples of one prompt. Its id is unique in the run."""
+
+    id: str
+    example: Example
+    prompt_token_ids: list[int]
+    scored: list[ScoredCompletion] = field(default_factory=list)
+
+
+class Controller(Configurable):
+    """Owns the actors and runs the steps.
+
+    Example:
+        async with Controller(config) as controller:
+            await controller.run()
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        model: str = ""
+        """HF folder to start from; empty with a warm start: a folder it makes and caches."""
+        warm_start: WarmStartConfig | None = None
+        """Makes a starting model by imitation when there is none yet."""
+        task: Task.Config
+        """What to learn."""
+        steps: int = 100
+        """Training steps."""
+        prompts_per_step: int = 32
+        """Prompt groups in one step."""
+        generator: VLLMGenerator.Config = field(default_factory=VLLMGenerator.Config)
+        grader: Grader.Config = field(default_factory=Grader.Config)
+        trainer: Trainer.Config = field(default_factory=Trainer.Config)
+        advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+        evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+        checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+        thinking: bool = False
+        """Let the chat template open a thinking block."""
+        seed: int = 0
+        """Of prompts, samples and the starting model."""
+        output_dir: str = "outputs"
+        """Folder of all runs."""
+        run_name: str = ""
+        """Folder of this run under output_dir; empty: the recipe's name and the time."""
+        resume: bool = False
+        """Continue the run in output_dir/run_name from its latest checkpoint."""
+        deadline_seconds: float = 1800.0
+        """Longest wait for any one answer of an actor."""
+
+        def __post_init__(self) -> None:
+            for name in ("steps", "prompts_per_step", "deadline_seconds"):
+                if getattr(self, name) <= 0:
+                    raise ValueError(f"{name} must be positive; got {getattr(self, name)}")
+            sampling, engine = self.generator.sampling, self.generator.engine
+            if sampling.temperature == 0:
+                raise ValueError(
+                    "generator.sampling.temperature is 0: greedy samples of a prompt are all equal "
+                    "and teach nothing; use a temperature above 0 (evaluation is greedy anyway)"
+                )
+            if sampling.truncates:
+                raise ValueError(
+                    "generator.sampling.top_p < 1 or top_k > 0 cuts tokens off, so the recorded "
+                    "logprobs are not those the trainer computes; use top_p = 1 and top_k = 0"
+                )
+            if self.trainer.tokens_per_microbatch < engine.max_model_len:
+                raise ValueError(
+                    f"trainer.tokens_per_microbatch ({self.trainer.tokens_per_microbatch}) cannot "
+                    f"hold one episode of generator.engine.max_model_len ({engine.max_model_len})"
+                )
+            if not self.model and self.warm_start is None:
+                raise ValueError("model is empty: give the path of an HF folder")
+
+        @property
+        def samples_per_prompt(self) -> int:
+            """Completions of each prompt, i.e. the size of a group."""
+            return self.generator.sampling.n
+
+        @property
+        def model_folder(self) -> Path:
+            if self.model or self.warm_start is None:
+                return Path(self.model).absolute()
+            return self.warm_start.folder(self.task, self.seed).absolute()
+
+    config: Config
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        hf_config = read_hf_config(config.model_folder)
+        for who, degree in (
+            ("trainer", config.trainer.parallelism.tensor_parallel_degree),
+            ("generator", config.generator.tensor_parallel_degree),
+        ):
+            check_parallelism(hf_config, tensor_parallel=degree, who=who)
+        self.vocab_size: int = hf_config["vocab_size"]
+        self.folder = RunFolder(Path(config.output_dir) / config.run_name, resume=config.resume)
+        self.task: Task = config.task.build(seed=config.seed)
+        self.renderer = ChatRenderer(config.model_folder, thinking=config.thinking)
+        self.heldout = self.groups("heldout", self.task.heldout_examples(config.evaluation.prompts))
+        self.spawned: list[Spawned] = []
+        self.steps_done = 0
+        self.policy_version = 0
+        self.interrupted = asyncio.Event()
+
+    # ---- the run ------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Train from the first step not yet done to the last; on Ctrl-C, save and raise."""
+        config, first = self.config, self.steps_done
+        log = MetricsLog(self.folder.metrics_file, self.folder.tensorboard, first_step=first)
+        try:
+            with StepProgress("training", total=config.steps, done=first) as progress:
+                for step in range(first, config.steps):
+                    values = await self.step(step)
+                    log.write(step, values)
+                    progress.advance(step_line(step, values))
+                    if self.interrupted.is_set():
+                        raise Interrupted
+            log.write(config.steps, await unless(self.interrupted, self.evaluate()))
+        except Interrupted:
+            await self.save()
+            raise
+        finally:
+            log.close()
+        await self.save()
+        await self.export(self.folder.model)
+        print_summary(self.folder)
+
+    async def step(self, step: int) -> dict[str, float]:
+        """One synchronous step; returns what to log. Interruptible until training starts."""
+        clock, stop = Clock(), self.interrupted
+        evaluation: dict[str, float] = {}
+        if step % self.config.evaluation.every == 0:
+            with clock("evaluate"):
+                evaluation = await unless(stop, self.evaluate())
+        started = time.perf_counter()
+
+        groups = self.prompts(step)
+        with clock("generate"):
+            completions = await unless(stop, self.generate(groups))
+        with clock("grade"):
+            await unless(stop, self.grade(groups, completions))
+        episodes = self.episodes(groups)
+        training: dict[str, float] = {}
+        with clock("train"):
+            if episodes:
+                training = await self.train(episodes)
+        self.steps_done = step + 1
+        with clock("sync"):
+            if episodes:
+                await self.sync_weights()
+        with clock("checkpoint"):
+            if self.steps_done % self.config.checkpoint.every == 0:
+                await self.save()
+
+        seconds = time.perf_counter() - started
+        scored = [sample for group in groups for sample in group.scored]
+        return {
+            **flatten(rollout_metrics(scored, self.task.name)),
+            **training,
+            **evaluation,
+            "episodes": len(episodes),
+            "policy_version": self.policy_version,
+            **{f"time/{phase}": spent for phase, spent in clock.seconds.items()},
+            "time/step": seconds,
+            "tokens_per_second": sum(len(c.token_ids) for c in completions) / seconds,
+        }
+
+    # ---- the phases of a step -----------------------------------------------------------------
+
+    def prompts(self, step: int) -> list[Group]:
+        """The prompt groups of a step, a function of the step number."""
+        first = step * self.config.prompts_per_step
+        indices = range(first, first + self.config.prompts_per_step)
+        return self.groups("train", [self.task.train_example(i) for i in indices], first)
+
+    def groups(self, split: str, examples: list[Example], first: int = 0) -> list[Group]:
+        return [
+            Group(f"{self.task.name}/{split}/{i}", e, self.renderer.prompt(e.messages))
+            for i, e in enumerate(examples, first)
+        ]
+
+    async def generate(
+        self, groups: list[Group], sampling: SamplingConfig | None = None
+    ) -> list[Completion]:
+        """All samples of all groups. One call: they enter the engine together, so that a run with
+        the same seed decodes the same batches."""
+        call = self.generator.actor.generate.call_one(
+            [group.prompt_token_ids for group in groups],
+            sampling_config=sampling,
+            group_ids=[group.id for group in groups],
+        )
+        return await self.answer("the generator to sample", call)
+
+    async def grade(self, groups: list[Group], completions: list[Completion]) -> None:
+        """Give each group its scored completions."""
+        members: list[list[Completion]] = [[] for _ in groups]
+        for completion in completions:
+            members[completion.prompt_idx].append(completion)
+        calls = [
+            self.grader.actor.score.call_one(
+                members[i], group.example.expected_answer, group_id=group.id
+            )
+            for i, group in enumerate(groups)
+        ]
+        for group, call in zip(groups, calls, strict=True):
+            group.scored = await self.answer(f"the grader to score group {group.id}", call)
+
+    def episodes(self, groups: list[Group]) -> list[Episode]:
+        """What the trainer learns from; a group whose advantages are all 0 would teach nothing."""
+        episodes = []
+        for group in groups:
+            advantages = group_advantages(self.config.advantage, group.scored, group.id)
+            if any(advantages):
+                pairs = zip(group.scored, advantages, strict=True)
+                episodes += [self.episode(group, scored, a) for scored, a in pairs]
+        return episodes
+
+    def episode(self, group: Group, scored: ScoredCompletion, advantage: float) -> Episode:
+        completion = scored.completion
+        return Episode(
+            policy_version=completion.policy_version,
+            prompt_token_ids=completion.prompt_token_ids,
+            token_ids=completion.token_ids,
+            token_logprobs=completion.token_logprobs,
+            reward=scored.reward,
+            advantage=advantage,
+            task=self.task.name,
+            group_id=group.id,
+            temperature=self.config.generator.sampling.temperature,
+        )
+
+    async def train(self, episodes: list[Episode]) -> dict[str, float]:
+        """One optimizer step on these episodes."""
+        validate(episodes, vocab_size=self.vocab_size, version=self.policy_version)
+        trainer = self.config.trainer
+        grid = make_grid(
+            episodes,
+            dp_degree=trainer.parallelism.dp_degree,
+            tokens_per_microbatch=trainer.tokens_per_microbatch,
+        )
+        call = self.trainer.actor.train_step.call(grid)
+        metrics = merge_metrics(per_rank(await self.answer("the trainer to train", call)))
+        self.policy_version += 1
+        return {**flatten(metrics), "padding_share": grid.padding_share}
+
+    async def sync_weights(self) -> None:
+        """Send the trainer's weights to the generator: publish a snapshot, pull it by its handle."""
+        publish = self.trainer.actor.publish_weights.call()
+        handle = per_rank(await self.answer("the trainer to publish weights", publish))[0]
+        pull = self.generator.actor.pull_weights.call_one(handle)
+        self.policy_version = await self.answer("the generator to pull weights", pull)
+
+    async def evaluate(self) -> dict[str, float]:
+        """Greedy accuracy and reward on the held-out prompts."""
+        greedy = replace(self.config.generator.sampling, n=1, temperature=0.0)
+        await self.grade(self.heldout, await self.generate(self.heldout, greedy))
+        scored = [sample for group in self.heldout for sample in group.scored]
+        return {
+            "eval/accuracy": sum(s.correct for s in scored) / len(scored),
+            "eval/reward": sum(s.reward for s in scored) / len(scored),
+        }
+
+    async def save(self) -> None:
+        """Checkpoint what `steps_done` steps have made, unless that is on disk already."""
+        if self.folder.latest_checkpoint() != self.steps_done:
+            call = self.trainer.actor.save.call(self.steps_done)
+            await self.answer("the trainer to save a checkpoint", call)
+
+    async def export(self, folder: Path) -> None:
+        """Write the current weights as an HF folder."""
+        call = self.trainer.actor.export_hf.call(str(folder))
+        await self.answer("the trainer to export the model", call)
+
+    async def answer(self, what: str, reply: Awaitable[Answer]) -> Answer:
+        return await answer(what, reply, deadline_seconds=self.config.deadline_seconds)
+
+    # ---- the actors ---------------------------------------------------------------------------
+
+    async def __aenter__(self) -> "Controller":
+        """Write the config, spawn the actors side by side, and give the generator the weights."""
+        for change in self.folder.create(self.config.to_dict()):
+            console.print(f"changed since the run started: {change}", markup=False)
+        try:
+            with console.status("starting trainer, generator and grader"):
+                await unless(self.interrupted, self._spawn())
+                await self.sync_weights()
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
+
+    async def _spawn(self) -> None:
+        config, folder = self.config, self.folder
+        model = str(config.model_folder)
+        trainer = spawn_trainer(
+            config.trainer,
+            model=model,
+            steps=config.steps,
+            checkpoint_folder=str(folder.checkpoints),
+            keep=config.checkpoint.keep,
+            seed=config.seed,
+            resume=config.resume,
+            log_file=folder.log_file("trainer"),
+        )
+        generator = spawn_generator(
+            config.generator, model=model, seed=config.seed, log_file=folder.log_file("generator")
+        )
+        grader = spawn_grader(config.grader, config.task, log_file=folder.log_file("grader"))
+        (self.trainer, self.steps_done), self.generator, self.grader = await asyncio.gather(
+            trainer, generator, grader
+        )
+        self.spawned = [self.trainer, self.generator, self.grader]
+
+    async def __aexit__(self, *_error: object) -> None:
+        """Stop every process of the run."""
+        await asyncio.gather(*(s.stop() for s in self.spawned), return_exceptions=True)

@@ -1,0 +1,116 @@
+"""Checkpoints through torchtitan's CheckpointManager, and HF safetensors in and out."""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
+from torchtitan.components.checkpointer import CheckpointManager
+
+from torchtitan_rl.models.hf import atomic_folder, copy_companion_files
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class TrainState(Stateful):
+    """What a checkpoint holds beside weights, optimizer and schedule."""
+
+    step: int = 0
+    """Controller steps finished."""
+    policy_version: int = 0
+    """Optimizer steps taken: a step without a trainable episode takes none."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "step": torch.tensor(self.step),
+            "policy_version": torch.tensor(self.policy_version),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.step = int(state_dict["step"])
+        self.policy_version = int(state_dict["policy_version"])
+
+
+class Checkpoints:
+    """Saves and loads one trainer; every method is called by all ranks together."""
+
+    def __init__(
+        self,
+        *,
+        folder: str,
+        keep: int,
+        model: nn.Module,
+        optimizers: Any,
+        lr_schedulers: Any,
+        state: TrainState,
+        adapter: Any,
+    ) -> None:
+        self._model, self._adapter = model, adapter
+        # The controller decides when to save, hence an interval of one.
+        self._manager = CheckpointManager.Config(
+            enable=True,
+            folder=folder,
+            interval=1,
+            keep_latest_k=keep,
+            initial_load_in_hf=True,
+        ).build(
+            dataloader=None,
+            model_parts=[model],
+            optimizers=optimizers,
+            lr_schedulers=lr_schedulers,
+            states={"train_state": state},
+            sd_adapter=adapter,
+        )
+        # The manager would save a dataloader; the controller derives its prompts from the step.
+        self._manager.states.pop("dataloader")
+
+    def load(self, *, resume: bool) -> None:
+        """Load the newest whole checkpoint if `resume` and there is one, else the HF folder."""
+        if not resume and find_checkpoints(self._manager.folder):
+            raise FileExistsError(
+                f"{self._manager.folder} already holds checkpoints; resume the run or use another "
+                "run name"
+            )
+        self._manager.load()
+
+    def save(self, step: int) -> None:
+        """Write `step-<step>`; it counts as a checkpoint only once its last file is in place."""
+        self._manager.save(step)
+
+    def close(self) -> None:
+        self._manager.close()
+
+    def hf_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The full weights under their HF names, one at a time."""
+        with torch.no_grad():
+            for name, tensor in self._adapter.to_hf(self._model.state_dict()).items():
+                yield name, (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
+
+    def export_hf(self, folder: Path, *, source: Path) -> None:
+        """Write an HF folder that transformers and vLLM load, whole or not at all."""
+        tensors = {
+            name: t.detach().cpu().contiguous()
+            for name, t in self.hf_tensors()
+            if dist.get_rank() == 0 or isinstance(t, DTensor)
+        }
+        if dist.get_rank() == 0:
+            with atomic_folder(folder) as temporary:
+                save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
+                copy_companion_files(source, temporary)
+        dist.barrier()
+
+
+def find_checkpoints(folder: str | Path) -> list[int]:
+    """Steps with a whole checkpoint, in order. A half-written one has no `.metadata` yet."""
+    return sorted(
+        int(path.parent.name.removeprefix("step-"))
+        for path in Path(folder).glob("step-*/.metadata")
+    )

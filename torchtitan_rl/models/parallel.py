@@ -1,0 +1,93 @@
+"""Build a torchtitan model on this process's share of the mesh: FSDP2 and tensor parallelism."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.distributed.activation_checkpoint import FullAC
+from torchtitan.protocols.model_spec import ModelSpec
+
+from torchtitan_rl.platform import Dtype, adapt_parallelized_model, device_type, resolve_dtype
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainerParallelism:
+    """Degrees under torchtitan's names; their product is the number of trainer processes."""
+
+    data_parallel_replicate_degree: int = 1
+    """Copies of the sharded model (HSDP)."""
+    data_parallel_shard_degree: int = 1
+    """Ranks that share one copy of the weights (FSDP2)."""
+    tensor_parallel_degree: int = 1
+    """Ranks that share each layer."""
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if getattr(self, name) < 1:
+                raise ValueError(f"trainer.parallelism.{name} must be at least 1")
+
+    @property
+    def dp_degree(self) -> int:
+        """Ranks that see different data."""
+        return self.data_parallel_replicate_degree * self.data_parallel_shard_degree
+
+    @property
+    def world_size(self) -> int:
+        return self.dp_degree * self.tensor_parallel_degree
+
+
+def build_parallel_model(
+    spec: ModelSpec,
+    parallelism: TrainerParallelism,
+    *,
+    dtype: Dtype,
+    activation_checkpoint: Literal["none", "full"],
+) -> tuple[nn.Module, ParallelDims]:
+    """The model with memory behind it and initialised buffers; weights are loaded by the caller.
+
+    The default process group must exist.
+    """
+    titan = ParallelismConfig(
+        data_parallel_replicate_degree=parallelism.data_parallel_replicate_degree,
+        data_parallel_shard_degree=parallelism.data_parallel_shard_degree,
+        tensor_parallel_degree=parallelism.tensor_parallel_degree,
+        # The backend that runs on gloo as well as on NCCL.
+        spmd_backend="partial_dtensor",
+    )
+    parallel_dims = ParallelDims.from_config(titan, parallelism.world_size)
+    dist_utils.set_spmd_backend(titan.spmd_backend)
+    spec.model.update_from_config(config=_ParallelismOnly(titan))
+    with torch.device("meta"):
+        model = spec.model.build()
+    # A single CPU rank has nothing to shard and computes in the dtype of its weights, so FSDP's
+    # hooks would only cost time. On a GPU they also cast to the compute dtype.
+    alone = parallelism.world_size == 1 and device_type() == "cpu"
+    model = spec.parallelize_fn(
+        model,
+        parallel_dims=parallel_dims,
+        training=TrainingConfig(
+            mixed_precision_param=resolve_dtype(dtype), disable_cuda_graphs=True
+        ),
+        parallelism=titan,
+        compile_config=CompileConfig(enable=False),
+        ac_config=FullAC.Config() if activation_checkpoint == "full" else None,
+        dump_folder="",
+        skip_dp=alone,
+    )
+    model.to_empty(device=device_type())
+    with torch.no_grad():
+        model.init_weights()
+    adapt_parallelized_model(model)
+    model.train()
+    return model, parallel_dims
+
+
+@dataclass
+class _ParallelismOnly:
+    """All that a torchtitan model config reads when it is not inside torchtitan's own trainer."""
+
+    parallelism: ParallelismConfig

@@ -1,0 +1,159 @@
+"""From an HF folder to a torchtitan ModelSpec: the folder's config.json is the only description.
+
+There is no table of sizes to keep: any folder whose architecture is listed in `ARCHITECTURES`
+trains, from the 0.6M-parameter starting model to Qwen3-14B.
+"""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torchtitan.models.common import CosSinRoPE, Embedding, Linear
+from torchtitan.models.common.attention import ScaledDotProductAttention
+from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
+from torchtitan.models.common.nn_modules import RMSNorm
+from torchtitan.models.common.param_init import skip_param_init
+from torchtitan.models.qwen3 import Qwen3Model, parallelize_qwen3
+from torchtitan.models.qwen3.model import Qwen3TransformerBlock
+from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
+from torchtitan.protocols.model_spec import ModelSpec
+
+
+class ModelFolderError(ValueError):
+    """The HF folder cannot be used; the message names the folder and the fix."""
+
+
+def read_hf_config(folder: str | Path) -> dict[str, Any]:
+    """config.json of an HF folder, or an error that says what to put where."""
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise ModelFolderError(
+            f"no config.json in {str(folder)!r}: point `model` at a Hugging Face model folder "
+            "(config.json, *.safetensors, tokenizer files)"
+        )
+    try:
+        config = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ModelFolderError(f"{path} is not valid JSON: {error}") from error
+    architecture = (config.get("architectures") or ["<none>"])[0]
+    if architecture not in ARCHITECTURES:
+        raise ModelFolderError(
+            f"{path} names the architecture {architecture!r}; "
+            f"supported: {', '.join(sorted(ARCHITECTURES))}"
+        )
+    return config
+
+
+def model_spec(folder: str | Path) -> ModelSpec:
+    """The torchtitan ModelSpec of the model in an HF folder.
+
+    Example:
+        >>> spec = model_spec("outputs/models/tiny")  # doctest: +SKIP
+        >>> spec.model.dim                            # doctest: +SKIP
+        128
+    """
+    config = read_hf_config(folder)
+    try:
+        return ARCHITECTURES[config["architectures"][0]](config, Path(folder).name)
+    except KeyError as missing:
+        raise ModelFolderError(f"{folder}/config.json lacks the field {missing}") from missing
+
+
+def build_on_meta(spec: ModelSpec) -> nn.Module:
+    """The model without memory behind it, to count parameters and check shapes anywhere."""
+    with torch.device("meta"):
+        return spec.model.build()
+
+
+def check_parallelism(hf: dict[str, Any], *, tensor_parallel: int, who: str) -> None:
+    """Tensor parallelism must divide the heads; said here, before any process starts."""
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        if hf[name] % tensor_parallel:
+            raise ValueError(
+                f"{who} tensor parallelism of {tensor_parallel} does not divide the model's "
+                f"{name} ({hf[name]}); choose a divisor of it"
+            )
+
+
+def _rope_theta(config: dict[str, Any]) -> float:
+    # transformers 5 moved rope_theta into rope_parameters; older folders have it at the top.
+    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope_type = parameters.get("rope_type", "default")
+    if rope_type != "default":
+        raise ModelFolderError(f"RoPE scaling {rope_type!r} is not supported yet; use a plain model")
+    return float(parameters.get("rope_theta") or config["rope_theta"])
+
+
+def _qwen3(config: dict[str, Any], name: str) -> ModelSpec:
+    dim, vocab_size = config["hidden_size"], config["vocab_size"]
+    head_dim, eps = config["head_dim"], config["rms_norm_eps"]
+    linear: dict[str, Callable] = {
+        "weight": partial(nn.init.normal_, std=0.02),
+        "bias": nn.init.zeros_,
+    }
+    tied = config.get("tie_word_embeddings", False)
+
+    def norm(size: int) -> RMSNorm.Config:
+        return RMSNorm.Config(normalized_shape=size, eps=eps, param_init={"weight": nn.init.ones_})
+
+    def layer() -> Qwen3TransformerBlock.Config:
+        return Qwen3TransformerBlock.Config(
+            attention_norm=norm(dim),
+            ffn_norm=norm(dim),
+            attention=make_gqa_config(
+                dim=dim,
+                n_heads=config["num_attention_heads"],
+                n_kv_heads=config["num_key_value_heads"],
+                head_dim=head_dim,
+                wqkv_param_init=linear,
+                wo_param_init=linear,
+                # Rows hold one episode each and are padded on the right, so plain causal
+                # attention is exact; it runs forward and backward on CPU and GPU alike.
+                inner_attention=ScaledDotProductAttention.Config(),
+                fuse_qkv=True,
+                rope=CosSinRoPE.Config(
+                    dim=head_dim,
+                    max_seq_len=config["max_position_embeddings"],
+                    theta=_rope_theta(config),
+                ),
+                qk_norm=norm(head_dim),
+            ),
+            feed_forward=make_ffn_config(
+                dim=dim,
+                hidden_dim=config["intermediate_size"],
+                w1_param_init=linear,
+                w2w3_param_init=linear,
+            ),
+        )
+
+    model = Qwen3Model.Config(
+        vocab_size=vocab_size,
+        dim=dim,
+        norm=norm(dim),
+        enable_weight_tying=tied,
+        tok_embeddings=Embedding.Config(
+            num_embeddings=vocab_size,
+            embedding_dim=dim,
+            param_init={"weight": skip_param_init if tied else partial(nn.init.normal_, std=0.02)},
+        ),
+        lm_head=Linear.Config(in_features=dim, out_features=vocab_size, param_init=linear),
+        layers=[layer() for _ in range(config["num_hidden_layers"])],
+    )
+    return ModelSpec(
+        name="qwen3",
+        flavor=name,
+        model=model,
+        parallelize_fn=parallelize_qwen3,
+        pipelining_fn=None,
+        post_optimizer_build_fn=None,
+        state_dict_adapter=Qwen3StateDictAdapter,
+    )
+
+
+ARCHITECTURES: dict[str, Callable[[dict[str, Any], str], ModelSpec]] = {
+    "Qwen3ForCausalLM": _qwen3,
+}

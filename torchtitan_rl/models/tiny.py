@@ -1,0 +1,105 @@
+"""A Qwen3 small enough for a laptop: 0.6M parameters and a byte-level tokenizer, made from a seed.
+
+The tokenizer knows the 256 bytes and Qwen3's chat tokens, so prompts go through the same renderer
+as a real Qwen3's.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from torch import nn
+
+from torchtitan_rl.models.hf import atomic_folder
+
+CHAT_TOKENS = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+)
+
+TINY_QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "tie_word_embeddings": True,
+    "dtype": "float32",
+}
+
+
+def byte_tokenizer() -> Tokenizer:
+    """One token a byte, then the chat tokens; ids are stable: byte alphabet sorted, then specials.
+
+    Example:
+        >>> len(byte_tokenizer().encode("47").ids)
+        2
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in CHAT_TOKENS])
+    return tokenizer
+
+
+def write_tiny_model(folder: str | Path, *, seed: int) -> Path:
+    """Write a randomly initialised tiny Qwen3 as an HF folder; the same seed gives the same bytes."""
+    from torchtitan_rl.models.spec import build_on_meta, model_spec
+
+    tokenizer = byte_tokenizer()
+    special = {token: tokenizer.token_to_id(token) for token in CHAT_TOKENS}
+    end_ids = [special["<|im_end|>"], special["<|endoftext|>"]]
+    # A multiple of 16 keeps the GEMM of the output layer aligned.
+    vocab_size = -(-tokenizer.get_vocab_size() // 16) * 16
+    config = {
+        **TINY_QWEN3,
+        "vocab_size": vocab_size,
+        "bos_token_id": special["<|endoftext|>"],
+        "eos_token_id": end_ids[0],
+    }
+    with atomic_folder(folder) as temporary:
+        (temporary / "config.json").write_text(json.dumps(config, indent=2))
+        (temporary / "generation_config.json").write_text(json.dumps({"eos_token_id": end_ids}))
+        tokenizer.save(str(temporary / "tokenizer.json"))
+        (temporary / "tokenizer_config.json").write_text(
+            json.dumps(
+                {
+                    "tokenizer_class": "PreTrainedTokenizerFast",
+                    "eos_token": "<|im_end|>",
+                    "pad_token": "<|endoftext|>",
+                    "model_max_length": config["max_position_embeddings"],
+                },
+                indent=2,
+            )
+        )
+        spec = model_spec(temporary)
+        model = build_on_meta(spec).to_empty(device="cpu")
+        with torch.random.fork_rng(), torch.no_grad():
+            torch.manual_seed(seed)
+            model.init_weights()
+        save_file(hf_state_dict(model, spec, temporary), temporary / "model.safetensors")
+    return Path(folder)
+
+
+def hf_state_dict(model: nn.Module, spec, folder: Path) -> dict[str, torch.Tensor]:
+    adapter = spec.state_dict_adapter(spec.model, str(folder))
+    return {name: t.detach().contiguous() for name, t in adapter.to_hf(model.state_dict()).items()}

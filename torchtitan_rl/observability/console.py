@@ -1,0 +1,96 @@
+"""What a person sees: a progress bar, one line a step, a table at the end."""
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from torchtitan_rl.observability.run_folder import RunFolder
+from torchtitan_rl.observability.sinks import read_metrics
+
+console = Console(highlight=False, soft_wrap=True)
+
+
+class StepProgress:
+    """A bar over the steps of something that takes a while.
+
+    Example:
+        with StepProgress("training", total=90) as progress:
+            progress.advance("step 1  reward 0.61")
+    """
+
+    def __init__(self, what: str, *, total: int, done: int = 0) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+        )
+        self._task = self._progress.add_task(what, total=total, completed=done)
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._progress.stop()
+
+    def advance(self, line: str | None = None) -> None:
+        if line is not None:
+            console.print(line, markup=False)
+        self._progress.advance(self._task)
+
+
+def step_line(step: int, values: Mapping[str, float]) -> str:
+    """One line a step: what was learned and where the seconds went.
+
+    Example:
+        step   12  reward 0.713  accuracy  62 %  5211 tok/s  generate 0.9 s  grade 0.0 s ...
+    """
+    parts = [f"step {step:4d}"]
+    if "reward/all/mean" in values:
+        parts.append(f"reward {values['reward/all/mean']:.3f}")
+        parts.append(f"accuracy {values['accuracy/all/mean']:4.0%}")
+        parts.append(f"{values['tokens_per_second']:5.0f} tok/s")
+        parts += [f"{p} {values[f'time/{p}']:.2f} s" for p in ("generate", "grade", "train", "sync")]
+    if "eval/accuracy" in values:
+        parts.append(f"│ held-out accuracy {values['eval/accuracy']:.1%}")
+    return "  ".join(parts)
+
+
+def print_summary(folder: RunFolder) -> None:
+    """A table of the evaluations before → after, then the paths of what was written."""
+    evaluations = [
+        {key: value for key, value in row.items() if key.startswith("eval/")}
+        for row in read_metrics(folder.metrics_file)
+        if "eval/accuracy" in row
+    ]
+    before, after = evaluations[0], evaluations[-1]
+    table = Table(title=f"{folder.path.name}: greedy, on held-out prompts", title_justify="left")
+    for column in ("", "before", "after", "change"):
+        table.add_column(column, justify="right" if column else "left")
+    for key in sorted(before.keys() & after.keys()):
+        percent = key.endswith("accuracy")
+        style = "{:.1%}" if percent else "{:.3f}"
+        change = after[key] - before[key]
+        points = f"{change * 100:+.1f} points" if percent else f"{change:+.3f}"
+        name = key.removeprefix("eval/")
+        table.add_row(name, style.format(before[key]), style.format(after[key]), points)
+    console.print(table)
+    for what, path in {
+        "metrics": folder.metrics_file,
+        "TensorBoard": folder.tensorboard,
+        "checkpoints": folder.checkpoints,
+        "final model": folder.model,
+    }.items():
+        console.print(f"{what:<12} {folder.relative}/{path.name}", markup=False)

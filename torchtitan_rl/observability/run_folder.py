@@ -1,0 +1,74 @@
+"""outputs/<run>/: what a run writes, and how it is taken up again."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from torchtitan_rl.models.checkpoint import find_checkpoints
+
+
+class RunFolderError(ValueError):
+    """The run folder cannot be used as asked; the message says what to do instead."""
+
+
+class RunFolder:
+    """Paths of one run.
+
+    Example:
+        outputs/<run>/config.json  metrics.jsonl  tensorboard/  checkpoints/  model/  logs/
+    """
+
+    def __init__(self, path: str | Path, *, resume: bool) -> None:
+        self.path = Path(path).absolute()
+        self.config_file = self.path / "config.json"
+        self.metrics_file = self.path / "metrics.jsonl"
+        self.checkpoints = self.path / "checkpoints"
+        self.tensorboard = self.path / "tensorboard"
+        self.logs = self.path / "logs"
+        self.model = self.path / "model"
+        if self.config_file.exists() and not resume:
+            raise RunFolderError(
+                f"{self.relative} already holds a run: continue it with --resume, or choose "
+                "another --run_name"
+            )
+        if resume and not self.config_file.exists():
+            raise RunFolderError(
+                f"--resume found no run in {self.relative}; give its --run_name, or drop --resume"
+            )
+
+    @property
+    def relative(self) -> str:
+        return os.path.relpath(self.path)
+
+    def create(self, config: dict[str, Any]) -> list[str]:
+        """Make the folder and write the config; returns what changed since the run it resumes."""
+        self.logs.mkdir(parents=True, exist_ok=True)
+        changes = []
+        if self.config_file.exists():
+            before = _flat(json.loads(self.config_file.read_text()))
+            after = _flat(json.loads(json.dumps(config)))
+            changes = [
+                f"{key}: {before.get(key)} → {after.get(key)}"
+                for key in sorted(before.keys() | after.keys())
+                if before.get(key) != after.get(key) and key != "resume"
+            ]
+        temporary = self.config_file.with_suffix(".tmp")
+        temporary.write_text(json.dumps(config, indent=2))
+        temporary.rename(self.config_file)
+        return changes
+
+    def latest_checkpoint(self) -> int | None:
+        return (find_checkpoints(self.checkpoints) or [None])[-1]
+
+    def log_file(self, who: str) -> str:
+        return str(self.logs / f"{who}.log")
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {prefix: value}
+    flat: dict[str, Any] = {}
+    for key, item in value.items():
+        flat |= _flat(item, f"{prefix}.{key}" if prefix else key)
+    return flat

@@ -1,0 +1,114 @@
+"""The only package that knows CPU from CUDA.
+
+Everything else asks it three questions: which device is here (`device_type`), what does a worker
+process need in its environment (`worker_env`), and how does a model have to be adapted after
+torchtitan has parallelized it (`adapt_parallelized_model`).
+"""
+
+import importlib.util
+import os
+import sys
+import types
+from functools import cache
+from typing import Any, Literal
+
+import torch
+
+DeviceType = Literal["cpu", "cuda"]
+Dtype = Literal["auto", "float32", "bfloat16"]
+
+
+@cache
+def device_type() -> DeviceType:
+    """The device this machine trains and generates on; `TORCHTITAN_RL_PLATFORM` overrides."""
+    chosen = os.environ.get("TORCHTITAN_RL_PLATFORM", "")
+    if chosen not in ("", "cpu", "cuda"):
+        raise ValueError(f"TORCHTITAN_RL_PLATFORM is {chosen!r}; it can be 'cpu' or 'cuda'")
+    if chosen == "cuda" and not torch.cuda.is_available():
+        raise ValueError("TORCHTITAN_RL_PLATFORM is 'cuda' but torch sees no CUDA device here")
+    if chosen == "cpu" or not torch.cuda.is_available():
+        return "cpu"
+    return "cuda"
+
+
+def resolve_dtype(dtype: Dtype) -> Literal["float32", "bfloat16"]:
+    """`auto` is fp32 on a CPU (bf16 GEMMs are 3-9x slower on AVX2) and bf16 on a GPU.
+
+    Example:
+        >>> resolve_dtype("bfloat16")
+        'bfloat16'
+    """
+    if dtype != "auto":
+        return dtype
+    return "float32" if device_type() == "cpu" else "bfloat16"
+
+
+def worker_env(threads: int, *, role: Literal["trainer", "generator", "grader"]) -> dict[str, str]:
+    """Environment of one worker process. `threads` = 0 means all cores of this machine.
+
+    Thread counts are set before the process starts, because OpenMP reads them once. Idle OpenMP
+    threads must sleep, not spin: in a synchronous run the trainer's threads would otherwise steal
+    the cores from the generator and the other way round.
+    """
+    threads = threads or os.cpu_count() or 1
+    env = {
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "KMP_BLOCKTIME": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "1s",
+    }
+    if role == "generator":
+        env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        env["VLLM_LOGGING_LEVEL"] = os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")
+        env["VLLM_NO_USAGE_STATS"] = "1"
+        if device_type() == "cpu":
+            # Thread placement is ours (OMP_NUM_THREADS); vLLM's own binding would pin every
+            # replica to the same cores.
+            env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+            env["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "0"
+    return env
+
+
+def adapt_torchtitan() -> None:
+    """Let torchtitan 0.3 be imported on a machine without a GPU. Must run before torchtitan is.
+
+    It reads torch's available device type at import and falls back to "cuda" when there is none,
+    and its expert-parallel kernels import Triton, which has no CPU build. Only those kernels are
+    replaced, by a module that says what it needs when one of them is used.
+    """
+    if device_type() == "cpu":
+        torch._utils._get_available_device_type = lambda: "cpu"  # type: ignore[attr-defined]
+    if importlib.util.find_spec("triton") is None:
+        sys.modules.setdefault(_TRITON_KERNELS, _NeedsTriton(_TRITON_KERNELS))
+
+
+_TRITON_KERNELS = "torchtitan.distributed.minimal_async_ep.kernels"
+
+
+class _NeedsTriton(types.ModuleType):
+    """Stands for a module that cannot be imported here: any name exists, and raises when called."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def unavailable(*_args: Any, **_kwargs: Any) -> Any:
+            raise RuntimeError(f"{self.__name__}.{name} needs Triton, i.e. the CUDA install")
+
+        return unavailable
+
+
+def adapt_parallelized_model(model: torch.nn.Module) -> None:
+    """Make FSDP2 sum gradients over ranks: the loss is normalised over the global batch already.
+
+    Plain sums also are all that gloo can do (it has no PREMUL_SUM).
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)

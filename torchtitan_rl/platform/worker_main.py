@@ -1,0 +1,29 @@
+"""Entry point of every worker process: Monarch's own, deaf to Ctrl-C and quiet on the console.
+
+The terminal sends SIGINT to all processes of a run at once. Only the controller may act on it: it
+saves a checkpoint through the very workers that would otherwise be dead already.
+"""
+
+import multiprocessing
+import os
+import signal
+
+LOG_VARIABLE = "TORCHTITAN_RL_LOG_FILE"
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if log_file := os.environ.get(LOG_VARIABLE):
+        # Descriptors, not sys.stdout: native libraries write too, not least when they crash.
+        fd = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(fd, 1)
+        os.dup2(fd, 2)
+        os.close(fd)
+    multiprocessing.set_start_method("forkserver", force=True)
+    from monarch._src.actor.bootstrap_main import invoke_main
+
+    invoke_main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""Names in a config that stand for functions: a built-in's name, or `package.module:function`."""
+
+import difflib
+import importlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
+
+Function = TypeVar("Function", bound=Callable)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A hint for an unknown name: the nearest known one if there is any, then all of them.
+
+    Example:
+        >>> nearest("grop", ["grpo", "rloo"])
+        "did you mean 'grpo'? Known: grpo, rloo"
+    """
+    known = sorted(known)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"{hint}Known: {', '.join(known) or 'none'}"
+
+
+def resolve(name: str, builtins: Mapping[str, Function], *, what: str) -> Function:
+    """The function behind a config value; every way to get it wrong has its own message."""
+    if ":" not in name:
+        if name not in builtins:
+            raise ValueError(
+                f"unknown {what} {name!r}; {nearest(name, builtins)}; "
+                "or give an import path `package.module:function`"
+            )
+        return builtins[name]
+    module_name, _, attribute = name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ValueError(f"{what} {name!r}: cannot import {module_name!r}: {error}") from error
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        functions = [n for n, value in vars(module).items() if callable(value)]
+        raise ValueError(
+            f"{what} {name!r}: {module_name!r} has no function {attribute!r}; "
+            f"{nearest(attribute, functions)}"
+        )
+    return function

@@ -1,0 +1,65 @@
+"""Recipes: functions that return a Controller.Config, found by name in a `config_registry` module.
+
+The module is the `config_registry.py` of the working directory unless `--module` names another.
+"""
+
+import importlib
+import importlib.util
+import inspect
+import sys
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+from torchtitan_rl.controller import Controller
+from torchtitan_rl.plugins import nearest
+
+Recipe = Callable[[], Controller.Config]
+DEFAULT_MODULE = "config_registry"
+
+
+class RecipeError(ValueError):
+    """A recipe cannot be found or does not build; the message says what to do."""
+
+
+def load_module(name: str = DEFAULT_MODULE) -> ModuleType:
+    """Import the module that holds the recipes; the working directory comes first."""
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    if importlib.util.find_spec(name.partition(".")[0]) is None:
+        where = f"no {name}.py in {Path.cwd()}" if "." not in name else f"no module {name!r}"
+        raise RecipeError(
+            f"{where}: run from a folder with a config_registry.py, or give --module package.module"
+        )
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        raise RecipeError(f"cannot import recipes from {name!r}: {error!r}") from error
+
+
+def find_recipes(module: ModuleType) -> dict[str, Recipe]:
+    """The module's recipes by name: its own functions whose return type is a Controller.Config."""
+    return {
+        name: function
+        for name, function in vars(module).items()
+        if inspect.isfunction(function)
+        and function.__module__ == module.__name__
+        and not name.startswith("_")
+        and typing.get_type_hints(function).get("return") is Controller.Config
+    }
+
+
+def build_recipe(name: str, module: ModuleType) -> Controller.Config:
+    """Call a recipe; an unknown name is answered with the nearest known one."""
+    recipes = find_recipes(module)
+    if name not in recipes:
+        raise RecipeError(f"unknown recipe {name!r}; {nearest(name, recipes)}")
+    try:
+        return recipes[name]()
+    except Exception as error:
+        raise RecipeError(f"recipe {name!r} does not build: {error}") from error
+
+
+def first_line(recipe: Recipe) -> str:
+    return (inspect.getdoc(recipe) or "").partition("\n")[0]

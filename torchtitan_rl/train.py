@@ -1,0 +1,132 @@
+"""Command line: a recipe and overrides → a checked config → the controller.
+
+python -m torchtitan_rl.train --list
+python -m torchtitan_rl.train --config grpo_sum_digits_tiny --generator.sampling.n 4 --steps 20
+"""
+
+import argparse
+import asyncio
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import tyro
+from rich.table import Table
+
+from torchtitan_rl import recipes
+from torchtitan_rl.controller import Controller
+from torchtitan_rl.models.spec import ModelFolderError
+from torchtitan_rl.observability.console import console
+from torchtitan_rl.observability.run_folder import RunFolderError
+from torchtitan_rl.waiting import Interrupted
+from torchtitan_rl.warm_start import ensure_starting_model
+
+GRACE_SECONDS = 2.0
+"""After Ctrl-C: time to finish the training step under way and to save."""
+
+CONFIG_ERRORS = (recipes.RecipeError, RunFolderError, ModelFolderError, ValueError)
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if argv is None else argv
+    try:
+        config = parse(arguments)
+        if config is None:
+            return 0
+        check(config)
+    except CONFIG_ERRORS as error:
+        console.print(f"[bold red]error[/]: {error}", highlight=False)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    try:
+        asyncio.run(train(config))
+    except Interrupted:
+        run = f"--run_name {config.run_name} --resume"
+        console.print(f"stopped; the same command with {run} continues", markup=False)
+        return 130
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        console.print("stopped at once; the latest checkpoint is whole", markup=False)
+        return 130
+    return 0
+
+
+def parse(arguments: list[str]) -> Controller.Config | None:
+    """Arguments to a config, or None when they only asked for the list of recipes."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--config")
+    first.add_argument("--module", default=recipes.DEFAULT_MODULE)
+    first.add_argument("--list", action="store_true")
+    chosen, overrides = first.parse_known_args(arguments)
+    module = recipes.load_module(chosen.module)
+    if chosen.list:
+        print_recipes(recipes.find_recipes(module))
+        return None
+    if chosen.config is None:
+        known = ", ".join(recipes.find_recipes(module))
+        raise recipes.RecipeError(f"--config is missing; recipes: {known} (--list says more)")
+    config = tyro.cli(
+        Controller.Config,
+        prog=f"python -m torchtitan_rl.train --config {chosen.config}",
+        default=recipes.build_recipe(chosen.config, module),
+        args=overrides,
+        use_underscores=True,
+        config=(tyro.conf.AvoidSubcommands,),
+    )
+    if not config.run_name:
+        config = replace(config, run_name=f"{chosen.config}-{time.strftime('%Y%m%d-%H%M%S')}")
+    return config
+
+
+def print_recipes(found: dict[str, recipes.Recipe]) -> None:
+    table = Table(box=None, show_header=False)
+    for name, recipe in found.items():
+        table.add_row(name, recipes.first_line(recipe))
+    console.print(table)
+
+
+def check(config: Controller.Config) -> None:
+    """Everything that can be found wrong before a process starts."""
+    if config.model_folder.exists() or config.warm_start is None:
+        Controller(config)
+
+
+async def train(config: Controller.Config) -> None:
+    await ensure_starting_model(config, stop_signals)
+    controller = Controller(config)
+    with stop_signals(controller):
+        async with controller:
+            await controller.run()
+
+
+@contextmanager
+def stop_signals(controller: Controller) -> Iterator[None]:
+    """Ctrl-C and SIGTERM stop the run in order; a second one, or a hang, stops it at once."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+
+    def on_signal() -> None:
+        if controller.interrupted.is_set():
+            task.cancel()
+            return
+        console.print("stopping (once more: at once) ...", markup=False)
+        controller.interrupted.set()
+        loop.call_later(GRACE_SECONDS, task.cancel)
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    for number in numbers:
+        loop.add_signal_handler(number, on_signal)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
+
+

@@ -1,0 +1,136 @@
+"""A starting model by imitation: supervised steps of the same Trainer, on the same actors.
+
+A demonstration is an episode with advantage 1: the clipped loss at ratio 1 then has exactly the
+gradient of cross-entropy. It stops when greedy accuracy is middling, where reinforcement learning
+has something to reward and something left to learn.
+"""
+
+import hashlib
+import json
+import random
+import shutil
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchtitan.components.optimizer import LRSchedulersContainer
+
+from torchtitan_rl.actors.trainer import OptimizerConfig, Trainer
+from torchtitan_rl.models.tiny import write_tiny_model
+from torchtitan_rl.observability.console import StepProgress, console
+from torchtitan_rl.tasks.task import Task
+from torchtitan_rl.types import Episode
+from torchtitan_rl.waiting import Interrupted
+
+if TYPE_CHECKING:
+    from torchtitan_rl.controller import Controller
+
+
+@dataclass(kw_only=True, slots=True)
+class WarmStartConfig:
+    """How the tiny starting model is made."""
+
+    steps: int = 400
+    """Supervised steps at the most."""
+    demonstrations_per_step: int = 64
+    """Demonstrations in one step."""
+    target_accuracy: float = 0.4
+    """Stop as soon as greedy held-out accuracy is at least this."""
+    evaluate_every: int = 25
+    """Steps between two looks at the accuracy."""
+    lr: float = 2e-3
+    """Learning rate, after `warmup_steps`."""
+    warmup_steps: int = 20
+    cache_dir: str = "outputs/models"
+    """Where starting models are kept."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.target_accuracy < 1:
+            raise ValueError("warm_start.target_accuracy must be in (0, 1)")
+        if min(self.steps, self.demonstrations_per_step, self.evaluate_every) < 1:
+            raise ValueError("warm_start counts must be at least 1")
+
+    def folder(self, task: Task.Config, seed: int) -> Path:
+        """Where the model of these settings lives: other settings, another folder."""
+        settings = {"warm_start": asdict(self), "task": task.to_dict(), "seed": seed}
+        settings["warm_start"].pop("cache_dir")
+        digest = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=4)
+        return Path(self.cache_dir) / f"tiny-{task.name}-seed{seed}-{digest.hexdigest()}"
+
+
+async def ensure_starting_model(config: "Controller.Config", stop_signals) -> None:
+    """Make the run's starting model if it has a warm start and the folder is not there yet."""
+    if config.warm_start is None or config.model_folder.exists():
+        return
+    from torchtitan_rl.controller import Controller
+
+    folder = config.model_folder
+    console.print(f"making the starting model {folder.name} (kept for the next runs)")
+    work = folder.parent / f".{folder.name}-work"
+    shutil.rmtree(work, ignore_errors=True)
+    write_tiny_model(work / "random", seed=config.seed)
+    supervised = replace(
+        config,
+        model=str(work / "random"),
+        steps=config.warm_start.steps,
+        trainer=supervised_trainer(config),
+        output_dir=str(work),
+        run_name="run",
+        resume=False,
+    )
+    controller = Controller(supervised)
+    with stop_signals(controller):
+        async with controller:
+            accuracy = await imitate(controller, config.warm_start)
+            await controller.export(folder)
+    shutil.rmtree(work, ignore_errors=True)
+    console.print(f"starting model ready: greedy held-out accuracy {accuracy:.1%}")
+
+
+def supervised_trainer(config: "Controller.Config") -> Trainer.Config:
+    warm = config.warm_start
+    assert warm is not None
+    return replace(
+        config.trainer,
+        optimizer=OptimizerConfig(lr=warm.lr, betas=(0.9, 0.99)),
+        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=warm.warmup_steps, decay_ratio=0.0),
+    )
+
+
+async def imitate(controller: "Controller", warm: WarmStartConfig) -> float:
+    """Supervised steps until the greedy accuracy is reached; returns it."""
+    accuracy = 0.0
+    with StepProgress("imitating demonstrations", total=warm.steps) as progress:
+        for step in range(warm.steps):
+            first = step * warm.demonstrations_per_step
+            indices = range(first, first + warm.demonstrations_per_step)
+            await controller.train([demonstration(controller, i) for i in indices])
+            if (step + 1) % warm.evaluate_every == 0 or step + 1 == warm.steps:
+                await controller.sync_weights()
+                accuracy = (await controller.evaluate())["eval/accuracy"]
+                if accuracy >= warm.target_accuracy:
+                    break
+            progress.advance()
+            if controller.interrupted.is_set():
+                raise Interrupted
+    return accuracy
+
+
+def demonstration(controller: "Controller", index: int) -> Episode:
+    """Demonstration `index` as an episode that nobody sampled: it has no generator logprobs."""
+    # Negative indices: the run itself never trains on the same stream of prompts.
+    example = controller.task.train_example(-1 - index)
+    rng = random.Random(f"{controller.config.seed}/demonstration/{index}")
+    text = controller.task.demonstration(example, rng)
+    return Episode(
+        policy_version=controller.policy_version,
+        prompt_token_ids=controller.renderer.prompt(example.messages),
+        token_ids=controller.renderer.completion(text),
+        token_logprobs=None,
+        reward=0.0,
+        advantage=1.0,
+        task=controller.task.name,
+        group_id=f"demonstration/{index}",
+    )
+
+
