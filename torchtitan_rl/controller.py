@@ -36,7 +36,7 @@ from torchtitan_rl.observability.run_folder import RunFolder
 from torchtitan_rl.observability.sinks import MetricsLog
 from torchtitan_rl.tasks.task import Example, Task
 from torchtitan_rl.types import Completion, Episode, ScoredCompletion
-from torchtitan_rl.waiting import Clock, Interrupted, answer, unless
+from torchtitan_rl.waiting import Clock, Interrupted, answer, together, unless
 from torchtitan_rl.warm_start import WarmStartConfig
 
 Answer = TypeVar("Answer")
@@ -360,7 +360,9 @@ class Controller(Configurable):
         try:
             with console.status("starting trainer, generator and grader"):
                 await unless(self.interrupted, self._spawn())
-                await self.sync_weights()
+            done = await self.answer("the trainer", self.trainer.actor.steps_done.call())
+            self.steps_done = per_rank(done)[0]
+            await self.sync_weights()
         except BaseException:
             await self.__aexit__()
             raise
@@ -383,10 +385,14 @@ class Controller(Configurable):
             config.generator, model=model, seed=config.seed, log_file=folder.log_file("generator")
         )
         grader = spawn_grader(config.grader, config.task, log_file=folder.log_file("grader"))
-        (self.trainer, self.steps_done), self.generator, self.grader = await asyncio.gather(
-            trainer, generator, grader
+        self.trainer, self.generator, self.grader = await together(
+            *(self._owned(spawning) for spawning in (trainer, generator, grader))
         )
-        self.spawned = [self.trainer, self.generator, self.grader]
+
+    async def _owned(self, spawning: Awaitable[Spawned]) -> Spawned:
+        spawned = await spawning
+        self.spawned.append(spawned)
+        return spawned
 
     async def __aexit__(self, *_error: object) -> None:
         """Stop every process of the run."""

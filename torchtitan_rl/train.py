@@ -14,9 +14,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import tyro
+from rich.markup import escape
 from rich.table import Table
 
 from torchtitan_rl import recipes
+from torchtitan_rl.actors.spawn import end_all_processes
 from torchtitan_rl.controller import Controller
 from torchtitan_rl.models.spec import ModelFolderError
 from torchtitan_rl.observability.console import console
@@ -38,19 +40,25 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         check(config)
     except CONFIG_ERRORS as error:
-        console.print(f"[bold red]error[/]: {error}", highlight=False)
+        console.print(f"[bold red]error[/]: {escape(str(error))}")
         return 2
     except KeyboardInterrupt:
         return 130
+    again = f"the same command with --run_name {config.run_name} --resume continues"
     try:
         asyncio.run(train(config))
     except Interrupted:
-        run = f"--run_name {config.run_name} --resume"
-        console.print(f"stopped; the same command with {run} continues", markup=False)
+        console.print(f"stopped; {again}", markup=False)
         return 130
     except (KeyboardInterrupt, asyncio.CancelledError):
-        console.print("stopped at once; the latest checkpoint is whole", markup=False)
+        console.print(f"stopped at once, the latest checkpoint counts; {again}", markup=False)
         return 130
+    except Exception as error:
+        console.print(f"[bold red]the run failed[/]: {escape(str(error))}")
+        console.print(f"logs: {config.output_dir}/{config.run_name}/logs; {again}", markup=False)
+        return 1
+    finally:
+        end_all_processes()
     return 0
 
 

@@ -6,6 +6,8 @@ from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
+from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
+
 Answer = TypeVar("Answer")
 
 
@@ -13,10 +15,16 @@ class Interrupted(Exception):
     """The user asked the run to stop."""
 
 
+class WorkerDiedError(RuntimeError):
+    """A process died while its answer was waited for."""
+
+
 async def answer(what: str, reply: Awaitable[Answer], *, deadline_seconds: float) -> Answer:
-    """Wait for an actor's reply; at the deadline, say who was waited for."""
+    """Wait for an actor's reply; if none comes, say who was waited for and why it did not come."""
     try:
         return await asyncio.wait_for(_as_coroutine(reply), deadline_seconds)
+    except SupervisionError as error:
+        raise WorkerDiedError(f"while waiting for {what}, its process died: {error}") from error
     except TimeoutError:
         raise TimeoutError(
             f"waited {deadline_seconds:.0f} s for {what}; look into the run's logs folder, or "
@@ -34,8 +42,22 @@ async def unless(stop: asyncio.Event, work: Awaitable[Answer]) -> Answer:
             raise Interrupted
         return task.result()
     finally:
+        await _cancel(task, stopped)
+
+
+async def together(*work: Awaitable[Answer]) -> list[Answer]:
+    """Await all; if one fails, cancel the others and let them clean up before the error goes on."""
+    tasks = [asyncio.ensure_future(_as_coroutine(w)) for w in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        await _cancel(*tasks)
+
+
+async def _cancel(*tasks: asyncio.Future) -> None:
+    for task in tasks:
         task.cancel()
-        stopped.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _as_coroutine(awaitable: Awaitable[Answer]) -> Answer:

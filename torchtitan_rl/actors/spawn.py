@@ -4,12 +4,15 @@
 """
 
 import asyncio
+import contextlib
 import os
 import socket
 from dataclasses import dataclass
 from typing import Any
 
-from monarch.actor import Actor, default_bootstrap_cmd, this_host
+import monarch.actor
+import psutil
+from monarch.actor import Actor, default_bootstrap_cmd, endpoint, shutdown_context, this_host
 from monarch.spmd import setup_torch_elastic_env_async
 
 from torchtitan_rl.actors.generator import VLLMGenerator
@@ -19,7 +22,8 @@ from torchtitan_rl.platform import worker_env
 from torchtitan_rl.platform.worker_main import LOG_VARIABLE
 from torchtitan_rl.tasks.task import Task
 
-STOP_TIMEOUT_SECONDS = 3.0
+STOP_SECONDS = 0.5
+"""How long processes get to end by themselves."""
 
 
 @dataclass(slots=True)
@@ -29,12 +33,26 @@ class Spawned:
     actor: Any
     """Monarch's handle: `await spawned.actor.<endpoint>.call_one(...)`."""
     procs: Any
-    name: str
-    log_file: str | None
+    processes: list[psutil.Process]
 
     async def stop(self) -> None:
-        """End the processes; one that does not answer ends with this process at the latest."""
-        await asyncio.wait_for(self.procs.stop("the run ended"), STOP_TIMEOUT_SECONDS)
+        """End the processes and whatever they have started, also when they hang.
+
+        What must be kept was written by an endpoint that has answered, so nothing is lost by not
+        waiting for Python and vLLM to take themselves apart, which takes seconds.
+        """
+        family = list(self.processes)
+        for process in self.processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                family += process.children(recursive=True)
+        # Monarch first: it must know that what follows is no accident.
+        stopping = self.procs.stop("the run ended")
+        with contextlib.suppress(Exception):
+            await asyncio.wait_for(stopping, STOP_SECONDS)
+        for process in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        await asyncio.to_thread(psutil.wait_procs, family, timeout=STOP_SECONDS)
 
 
 async def spawn_generator(
@@ -45,8 +63,7 @@ async def spawn_generator(
     generator = await spawn(
         VLLMGenerator, config, model=str(model), seed=seed, env=env, log_file=log_file
     )
-    await generator.actor.setup.call_one()
-    return generator
+    return await _ready(generator, generator.actor.setup.call_one())
 
 
 async def spawn_grader(
@@ -67,8 +84,8 @@ async def spawn_trainer(
     seed: int = 0,
     resume: bool = False,
     log_file: str | None = None,
-) -> tuple[Spawned, int]:
-    """A trainer that has loaded its weights, and the number of steps it has already done."""
+) -> Spawned:
+    """A trainer that has loaded its weights: from its latest checkpoint or from `model`."""
     ranks = config.parallelism.world_size
     threads = config.threads or max(1, (os.cpu_count() or 1) // ranks)
     trainer = await spawn(
@@ -84,8 +101,7 @@ async def spawn_trainer(
         distributed=True,
         log_file=log_file,
     )
-    done = per_rank(await trainer.actor.setup.call(resume=resume))
-    return trainer, done[0]
+    return await _ready(trainer, trainer.actor.setup.call(resume=resume))
 
 
 async def spawn(
@@ -102,6 +118,7 @@ async def spawn(
     With `distributed`, they also get the environment that `init_process_group` reads. Without a
     `log_file` they print to this process's console.
     """
+    outlive_workers()
     name = actor_class.__name__.lower()
     env = {**env, "PYTHONPATH": _python_path(), LOG_VARIABLE: log_file or ""}
     command = default_bootstrap_cmd().with_env(env)
@@ -111,7 +128,45 @@ async def spawn(
     )
     if distributed:
         await setup_torch_elastic_env_async(procs, "127.0.0.1", _free_port())
-    return Spawned(procs.spawn(name, actor_class, *args, **kwargs), procs, name, log_file)
+    # Told apart from other children by asking: meshes may start side by side.
+    pids = per_rank(await procs.spawn("pids", ProcessIds).get.call())
+    actor = procs.spawn(name, actor_class, *args, **kwargs)
+    return Spawned(actor, procs, [psutil.Process(pid) for pid in pids])
+
+
+class ProcessIds(Actor):
+    """Tells which process it lives in."""
+
+    @endpoint
+    async def get(self) -> int:
+        return os.getpid()
+
+
+def end_all_processes() -> None:
+    """For the end of a program: every process it has started is gone, and Monarch with them."""
+    family = psutil.Process().children(recursive=True)
+    for process in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(family, timeout=STOP_SECONDS)
+    # Monarch would do this while the interpreter exits, and print a traceback if it is too slow.
+    with contextlib.suppress(Exception):
+        shutdown_context(host_timeout=0.3).get(timeout=1.5)
+
+
+def outlive_workers() -> None:
+    """Let a dead worker be an error for whoever waits for it, instead of the end of this process."""
+    monarch.actor.unhandled_fault_hook = lambda failure: None
+
+
+async def _ready(spawned: Spawned, setup: Any) -> Spawned:
+    """Wait for an actor's setup; if that fails or is given up, leave no process behind."""
+    try:
+        await setup
+    except BaseException:
+        await spawned.stop()
+        raise
+    return spawned
 
 
 def per_rank(answers: Any) -> list[Any]:

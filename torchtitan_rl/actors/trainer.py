@@ -108,9 +108,9 @@ class Trainer(Actor, Configurable):
         self._seed = seed
 
     @endpoint
-    async def setup(self, *, resume: bool) -> int:
+    async def setup(self, *, resume: bool) -> None:
         """Build everything and load weights: the latest checkpoint if `resume` and there is one,
-        else the HF folder. Returns the number of controller steps already done."""
+        else the HF folder."""
         logging.getLogger().setLevel(logging.ERROR)
         config = self.config
         torch.manual_seed(self._seed)
@@ -153,6 +153,10 @@ class Trainer(Actor, Configurable):
             adapter=spec.state_dict_adapter(spec.model, self._model_folder),
         )
         self.checkpoints.load(resume=resume)
+
+    @endpoint
+    async def steps_done(self) -> int:
+        """Controller steps behind the weights: 0, or those of the checkpoint that was loaded."""
         return self.state.step
 
     @endpoint

@@ -1,0 +1,42 @@
+# `make help` lists the targets. Variables: CONFIG (recipe), ARGS (passed on), PLATFORM (auto|cpu|cuda).
+CONFIG ?= grpo_sum_digits_tiny
+PLATFORM ?= auto
+ARGS ?=
+PY := .venv/bin/python
+
+ifneq ($(filter cpu cuda,$(PLATFORM)),)
+export TORCHTITAN_RL_PLATFORM := $(PLATFORM)
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help install train test bench integration format clean
+
+help: ## List the targets.
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
+
+install: ## Make .venv with everything needed; does nothing when it is up to date.
+	@scripts/install.sh "$(PLATFORM)"
+
+# `exec`: no shell between make and python, so Ctrl-C reaches one process, once.
+train: install ## Train: make train CONFIG=<recipe> ARGS='--steps 20'
+	@exec $(PY) -m torchtitan_rl.train --config $(CONFIG) $(ARGS)
+
+test: install ## Lint, format check, type check and tests: make test ARGS='-k name'
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(PY) -m mypy
+	@exec $(PY) -m pytest $(ARGS)
+
+bench: install ## Run every benchmark.
+	@exec $(PY) benchmarks/run_all.py $(ARGS)
+
+integration: install ## Run the integration suite on the CPU; results go to outputs/integration.
+	@exec $(PY) integration_tests.py outputs/integration --test_suite cpu --test_name all --ngpu 0 $(ARGS)
+
+format: install ## Sort imports, fix what ruff can fix, format.
+	@$(PY) -m ruff check --fix .
+	@$(PY) -m ruff format .
+
+clean: ## Remove caches; keeps outputs and .venv.
+	@find . \( -path ./.venv -o -path ./outputs -o -path ./.git \) -prune -o -type d -name __pycache__ -exec rm -rf {} +
+	@rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis build

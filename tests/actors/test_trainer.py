@@ -1,0 +1,206 @@
+"""The trainer on real gloo ranks: gradients, steps, checkpoints, HF in and out, weight sync."""
+
+import random
+
+import pytest
+import torch
+from monarch.actor import ActorError
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.support import episode, small_engine
+from torchtitan_rl.actors.engine import SamplingConfig
+from torchtitan_rl.actors.generator import VLLMGenerator
+from torchtitan_rl.actors.spawn import per_rank, spawn_generator, spawn_trainer
+from torchtitan_rl.actors.trainer import OptimizerConfig, Trainer
+from torchtitan_rl.batching.grid import make_grid
+from torchtitan_rl.batching.schema import FIELDS, microbatch
+from torchtitan_rl.models.parallel import TrainerParallelism
+from torchtitan_rl.models.tiny import write_tiny_model
+from torchtitan_rl.observability.metrics import flatten, merge_metrics
+
+
+def random_episodes(count: int, *, longest: int, seed: int = 0):
+    rng = random.Random(seed)
+    episodes = []
+    for i in range(count):
+        new = rng.randint(1, longest)
+        episodes.append(
+            episode(
+                prompt_token_ids=[rng.randrange(250) for _ in range(rng.randint(1, 20))],
+                token_ids=[rng.randrange(250) for _ in range(new)],
+                token_logprobs=[rng.uniform(-8, -3) for _ in range(new)],
+                advantage=rng.gauss(0, 1),
+                temperature=rng.choice([0.7, 1.0, 1.3]),
+                group_id=str(i),
+            )
+        )
+    return episodes
+
+
+async def start_trainer(model, folder, ranks, **kwargs):
+    config = Trainer.Config(
+        optimizer=OptimizerConfig(lr=1e-2),
+        parallelism=TrainerParallelism(data_parallel_shard_degree=ranks),
+        threads=1,
+    )
+    return await spawn_trainer(
+        config, model=str(model), steps=10, checkpoint_folder=str(folder), **kwargs
+    )
+
+
+@pytest.fixture(scope="module")
+async def trainer(tiny_model, tmp_path_factory):
+    spawned = await start_trainer(tiny_model, tmp_path_factory.mktemp("one"), ranks=1)
+    yield spawned.actor
+    await spawned.stop()
+
+
+@pytest.fixture(scope="module")
+async def two_ranks(tiny_model, tmp_path_factory):
+    spawned = await start_trainer(tiny_model, tmp_path_factory.mktemp("two"), ranks=2)
+    yield spawned.actor
+    await spawned.stop()
+
+
+async def gradients(trainer, episodes, *, dp_degree, budget):
+    grid = make_grid(episodes, dp_degree=dp_degree, tokens_per_microbatch=budget)
+    return per_rank(await trainer.gradients.call(grid))[0]
+
+
+def relative_difference(left, right) -> float:
+    assert left.keys() == right.keys()
+    flat_left, flat_right = (torch.cat([g[k].flatten() for k in sorted(left)]) for g in (left, right))
+    return ((flat_left - flat_right).norm() / flat_right.norm()).item()
+
+
+@pytest.mark.parametrize(
+    ("count", "longest", "budget"),
+    [(13, 40, 64), (13, 40, 4096), (3, 60, 128), (1, 5, 64)],
+    ids=["many cells", "one cell", "very uneven", "a rank of padding only"],
+)
+async def test_one_and_two_ranks_and_any_split_give_the_same_gradient(
+    trainer, two_ranks, count, longest, budget
+):
+    episodes = random_episodes(count, longest=longest, seed=count)
+    whole = await gradients(trainer, episodes, dp_degree=1, budget=100_000)
+    split = await gradients(trainer, episodes, dp_degree=1, budget=budget)
+    sharded = await gradients(two_ranks, episodes, dp_degree=2, budget=budget)
+    assert relative_difference(split, whole) < 1e-6 * 5
+    assert relative_difference(sharded, whole) < 1e-6 * 5
+
+
+async def test_the_gradient_is_that_of_the_formula(trainer, tiny_model):
+    """Against transformers and autograd of the plain formula, temperature and masks included."""
+    episodes = random_episodes(5, longest=12)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    loss, count = torch.tensor(0.0), 0
+    for e in episodes:
+        ids = torch.tensor([e.prompt_token_ids + e.token_ids])
+        logprobs = torch.log_softmax(model(ids).logits[0, :-1] / e.temperature, -1)
+        chosen = logprobs.gather(-1, ids[0, 1:, None])[-len(e.token_ids) :]
+        loss = loss - e.advantage * chosen.sum()
+        count += len(e.token_ids)
+    (loss / count).backward()
+    ours = await gradients(trainer, episodes, dp_degree=1, budget=4096)
+    reference = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    for titan, hf in {
+        "norm.weight": "model.norm.weight",
+        "layers.1.attention.wo.weight": "model.layers.1.self_attn.o_proj.weight",
+        "layers.2.feed_forward.w1.weight": "model.layers.2.mlp.gate_proj.weight",
+    }.items():
+        torch.testing.assert_close(ours[titan], reference[hf], rtol=1e-4, atol=1e-6)
+
+
+async def test_metrics_of_two_ranks_merge_to_those_of_one(tiny_model, tmp_path):
+    episodes = random_episodes(9, longest=20)
+    values = []
+    for ranks in (1, 2):
+        spawned = await start_trainer(tiny_model, tmp_path / str(ranks), ranks)
+        grid = make_grid(episodes, dp_degree=ranks, tokens_per_microbatch=128)
+        metrics = [per_rank(await spawned.actor.train_step.call(grid)) for _ in range(2)]
+        values.append([flatten(merge_metrics(m)) for m in metrics])
+        await spawned.stop()
+    for one, two in zip(*values, strict=True):
+        assert one.keys() == two.keys()
+        assert one == pytest.approx(two, rel=1e-4, abs=1e-6)
+    assert values[0][0]["train/entropy"] != values[0][1]["train/entropy"]
+
+
+async def test_a_resumed_trainer_goes_on_as_if_it_had_not_stopped(tiny_model, tmp_path):
+    grid = make_grid(random_episodes(6, longest=10), dp_degree=1, tokens_per_microbatch=4096)
+
+    async def steps(actor, count):
+        return [flatten((per_rank(await actor.train_step.call(grid)))[0]) for _ in range(count)]
+
+    straight = await start_trainer(tiny_model, tmp_path / "straight", ranks=1)
+    expected = await steps(straight.actor, 4)
+    await straight.stop()
+
+    stopped = await start_trainer(tiny_model, tmp_path / "run", ranks=1)
+    first = await steps(stopped.actor, 2)
+    await stopped.actor.save.call(2)
+    await stopped.stop()
+    resumed = await start_trainer(tiny_model, tmp_path / "run", ranks=1, resume=True)
+    assert per_rank(await resumed.actor.steps_done.call()) == [2]
+    assert first + await steps(resumed.actor, 2) == expected
+    await resumed.stop()
+
+    # A checkpoint that was cut off half-way (no .metadata yet) is passed over.
+    (tmp_path / "run" / "step-9").mkdir()
+    (tmp_path / "run" / "step-9" / "__0_0.distcp").write_bytes(b"half")
+    again = await start_trainer(tiny_model, tmp_path / "run", ranks=1, resume=True)
+    assert per_rank(await again.actor.steps_done.call()) == [2]
+    await again.stop()
+
+
+async def test_an_export_is_what_transformers_loads(two_ranks, tmp_path, tiny_model):
+    await two_ranks.export_hf.call(str(tmp_path / "export"))
+    exported = load_file(tmp_path / "export" / "model.safetensors")
+    original = load_file(tiny_model / "model.safetensors")
+    assert exported.keys() == original.keys()
+    assert all(torch.equal(exported[name], original[name]) for name in original)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+
+
+async def test_a_gradient_that_is_not_finite_changes_nothing(trainer):
+    bad = [episode(advantage=float("inf"))]
+    grid = make_grid(bad, dp_degree=1, tokens_per_microbatch=64)
+    with pytest.raises(ActorError, match="gradient norm is nan"):
+        await trainer.train_step.call(grid)
+    fine = await gradients(trainer, random_episodes(2, longest=5), dp_degree=1, budget=64)
+    assert all(torch.isfinite(g).all() for g in fine.values())
+
+
+async def test_swapped_weights_serve_the_trainers_policy(tiny_model, tmp_path):
+    """Two different weight sets in a row: a stale lm_head or prefix cache shows on the second."""
+    other = write_tiny_model(tmp_path / "other", seed=1)
+    config = VLLMGenerator.Config(
+        sampling=SamplingConfig(n=4, max_tokens=16, temperature=0.8), engine=small_engine(), threads=1
+    )
+    generator = await spawn_generator(config, model=str(tiny_model), seed=0)
+    trainer = await start_trainer(other, tmp_path / "checkpoints", ranks=2)
+    prompts = [list(range(k, k + 50)) for k in range(4)]
+    grid = make_grid(random_episodes(8, longest=20), dp_degree=2, tokens_per_microbatch=4096)
+    seen = []
+    for version in range(3):
+        if version:
+            await trainer.actor.train_step.call(grid)
+        handle = per_rank(await trainer.actor.publish_weights.call())[0]
+        assert await generator.actor.pull_weights.call_one(handle) == version
+        completions = await generator.actor.generate.call_one(prompts, group_ids=list("abcd"))
+        assert {c.policy_version for c in completions} == {version}
+        for c in completions:
+            e = episode(
+                prompt_token_ids=c.prompt_token_ids,
+                token_ids=c.token_ids,
+                token_logprobs=c.token_logprobs,
+                temperature=0.8,
+            )
+            trained = per_rank(await trainer.actor.logprobs.call(microbatch([e], FIELDS)))[0]
+            theirs = torch.tensor(c.token_logprobs)
+            assert (trained[0, -len(theirs) :] - theirs).abs().max() <= 1e-4
+        seen.append([c.token_logprobs for c in completions])
+    assert seen[0] != seen[1] != seen[2]
+    await trainer.stop()
+    await generator.stop()

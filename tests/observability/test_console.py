@@ -1,0 +1,80 @@
+"""What a person reads: the line of a step, and the summary at the end."""
+
+import json
+
+import pytest
+
+from torchtitan_rl.observability.console import StepProgress, print_summary, step_line
+from torchtitan_rl.observability.run_folder import RunFolder
+
+TRAINED = {
+    "reward/all/mean": 0.7134,
+    "accuracy/all/mean": 0.6249,
+    "tokens_per_second": 5211.4,
+    "time/generate": 0.911,
+    "time/grade": 0.004,
+    "time/train": 0.452,
+    "time/sync": 0.018,
+}
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        (
+            TRAINED,
+            "step   12  reward 0.713  accuracy  62%   5211 tok/s  "
+            "generate 0.91 s  grade 0.00 s  train 0.45 s  sync 0.02 s",
+        ),
+        (
+            TRAINED | {"eval/accuracy": 0.415},
+            "step   12  reward 0.713  accuracy  62%   5211 tok/s  "
+            "generate 0.91 s  grade 0.00 s  train 0.45 s  sync 0.02 s  │ held-out accuracy 41.5%",
+        ),
+        ({"eval/accuracy": 1.0}, "step   12  │ held-out accuracy 100.0%"),
+        ({}, "step   12"),
+    ],
+    ids=["trained", "trained and evaluated", "evaluated", "nothing"],
+)
+def test_step_line(values, line):
+    assert step_line(12, values) == line
+
+
+def test_progress_prints_its_lines_as_they_are(capsys):
+    with StepProgress("training", total=3) as progress:
+        progress.advance("step 1 [bold]not markup[/bold]")
+        progress.advance()
+    assert "step 1 [bold]not markup[/bold]" in capsys.readouterr().out
+
+
+def summary(tmp_path, rows, capsys):
+    folder = RunFolder(tmp_path / "my-run", resume=False)
+    folder.create({})
+    folder.metrics_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    print_summary(folder)
+    return capsys.readouterr().out
+
+
+def test_the_summary_compares_the_first_evaluation_with_the_last(tmp_path, capsys):
+    printed = summary(
+        tmp_path,
+        [
+            {"step": 0, "eval/accuracy": 0.4, "eval/reward": 0.51, "loss": 1.0},
+            {"step": 1, "loss": 0.9},
+            {"step": 2, "eval/accuracy": 0.1, "eval/reward": 0.0},
+            {"step": 3, "eval/accuracy": 0.655, "eval/reward": 0.75},
+        ],
+        capsys,
+    )
+    table = [line for line in printed.splitlines() if "accuracy" in line or "reward" in line]
+    assert [[cell.strip() for cell in line.split("│")[1:-1]] for line in table] == [
+        ["accuracy", "40.0%", "65.5%", "+25.5 points"],
+        ["reward", "0.510", "0.750", "+0.240"],
+    ]
+
+
+def test_the_summary_says_where_everything_is(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    printed = summary(tmp_path, [{"step": 0, "eval/accuracy": 0.4}], capsys)
+    for what in ("metrics.jsonl", "tensorboard", "checkpoints", "model"):
+        assert f" my-run/{what}\n" in printed

@@ -1,0 +1,162 @@
+"""Metrics: merging is associative and does not care how the values were split."""
+
+import statistics
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchtitan_rl.observability.metrics import (
+    Distribution,
+    Mean,
+    Same,
+    Sum,
+    flatten,
+    merge_metrics,
+)
+from torchtitan_rl.observability.rollouts import rollout_metrics
+from torchtitan_rl.types import Completion, ScoredCompletion
+
+# Whole numbers add up exactly in any order, so the laws can be checked with ==.
+whole = st.integers(-1000, 1000).map(float)
+counts = st.integers(0, 1000).map(float)
+any_float = st.floats(-1e6, 1e6)
+
+KINDS = {
+    "mean": st.builds(Mean, whole, counts),
+    "sum": st.builds(Sum, whole),
+    "same": st.just(Same(0.25)),
+    "distribution": st.lists(whole, max_size=5).map(Distribution.of),
+}
+of_each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+@of_each_kind
+@settings(deadline=None)
+@given(data=st.data())
+def test_merging_is_associative_and_commutative(kind, data):
+    a, b, c = (data.draw(KINDS[kind]) for _ in range(3))
+    assert a.merge(b).merge(c) == a.merge(b.merge(c))
+    assert a.merge(b) == b.merge(a)
+
+
+@settings(deadline=None)
+@given(parts=st.lists(st.lists(whole, max_size=6), min_size=1, max_size=6))
+def test_parts_merge_to_the_whole_however_they_were_split(parts):
+    values = [value for part in parts for value in part]
+    merged = merge_metrics(
+        {
+            "distribution": Distribution.of(part),
+            "mean": Mean(sum(part), len(part)),
+            "sum": Sum(sum(part)),
+        }
+        for part in parts
+    )
+    assert merged == {
+        "distribution": Distribution.of(values),
+        "mean": Mean(sum(values), len(values)),
+        "sum": Sum(sum(values)),
+    }
+
+
+@settings(deadline=None)
+@given(values=st.lists(any_float, min_size=1, max_size=30))
+def test_a_distribution_has_mean_deviation_and_maximum_of_its_values(values):
+    numbers = Distribution.of(values).values()
+    assert numbers["mean"] == pytest.approx(statistics.fmean(values), rel=1e-9, abs=1e-6)
+    assert numbers["std"] == pytest.approx(statistics.pstdev(values), rel=1e-3, abs=0.1)
+    assert numbers["max"] == max(values)
+
+
+def test_the_deviation_is_exact_where_nothing_cancels():
+    assert Distribution.of([1.0, 3.0, 5.0, 7.0]).values()["std"] == pytest.approx(5**0.5)
+
+
+def test_a_distribution_takes_tensors_of_any_shape_and_dtype():
+    values = [[1.0, 2.0], [4.0, 5.0]]
+    expected = Distribution.of([1.0, 2.0, 4.0, 5.0])
+    assert Distribution.of(torch.tensor(values, requires_grad=True)) == expected
+    assert Distribution.of(torch.tensor(values, dtype=torch.bfloat16)) == expected
+
+
+@pytest.mark.parametrize(
+    "metric", [Mean(0.0, 0.0), Distribution(), Distribution.of([]), Distribution.of(torch.zeros(0))]
+)
+def test_no_value_gives_no_number(metric):
+    assert metric.values() == {}
+    assert flatten({"x": metric}) == {}
+
+
+def test_no_value_changes_nothing_when_merged():
+    assert Distribution().merge(Distribution.of([-5.0])).values()["max"] == -5.0
+    assert Mean(0.0, 0.0).merge(Mean(6.0, 3.0)).values() == {"": 2.0}
+
+
+def test_a_mean_is_weighted():
+    assert Mean(6.0, 3.0).merge(Mean(0.0, 1.0)).values() == {"": 1.5}
+
+
+@pytest.mark.parametrize(("one", "other"), [(1.0, 1.0), (1e-4, 1e-4 * (1 + 1e-6)), (0.0, 1e-13)])
+def test_ranks_that_agree_keep_their_value(one, other):
+    assert Same(one).merge(Same(other)) == Same(one)
+
+
+@pytest.mark.parametrize(("one", "other"), [(1.0, 2.0), (1e-4, 1.001e-4), (0.0, 1e-3), (1.0, -1.0)])
+def test_ranks_that_disagree_are_an_error_with_both_values(one, other):
+    with pytest.raises(ValueError, match="disagree") as error:
+        merge_metrics([{"train/lr": Same(one)}, {"train/lr": Same(other)}])
+    assert str(one) in str(error.value)
+    assert str(other) in str(error.value)
+
+
+def test_a_key_may_be_missing_from_some():
+    parts = [{"a": Sum(1), "b": Sum(10)}, {}, {"a": Sum(2)}, {"c": Sum(5)}]
+    assert merge_metrics(parts) == {"a": Sum(3), "b": Sum(10), "c": Sum(5)}
+    assert parts[0] == {"a": Sum(1), "b": Sum(10)}
+
+
+def test_nothing_merges_to_nothing():
+    assert merge_metrics([]) == {}
+
+
+def test_flat_keys_are_the_name_or_name_and_suffix():
+    flat = flatten(
+        {
+            "loss": Mean(1.0, 2.0),
+            "tokens": Sum(7.0),
+            "lr": Same(0.5),
+            "reward/all": Distribution.of([1.0, 3.0]),
+        }
+    )
+    assert flat == {
+        "loss": 0.5,
+        "tokens": 7.0,
+        "lr": 0.5,
+        "reward/all/mean": 2.0,
+        "reward/all/std": 1.0,
+        "reward/all/max": 3.0,
+    }
+
+
+def scored(reward, tokens, finish_reason="stop", **parts):
+    completion = Completion(0, 0, [1], "", [2] * tokens, [-1.0] * tokens, finish_reason)
+    return ScoredCompletion(completion, reward, reward >= 1, parts)
+
+
+def test_rollouts_are_counted_for_all_tasks_and_for_each():
+    samples = [scored(1.5, 4, exact=1.0), scored(0.5, 8, "length", exact=0.0)]
+    flat = flatten(rollout_metrics(samples, "sums"))
+    for who in ("all", "sums"):
+        assert flat[f"reward/{who}/mean"] == 1.0
+        assert flat[f"reward/{who}/max"] == 1.5
+        assert flat[f"accuracy/{who}/mean"] == 0.5
+        assert flat[f"completion_tokens/{who}/mean"] == 6.0
+        assert flat[f"completion_tokens/{who}/max"] == 8.0
+        assert flat[f"truncated/{who}/mean"] == 0.5
+        assert flat[f"reward_part/exact/{who}/mean"] == 0.5
+    assert {key.split("/")[-2] for key in flat} == {"all", "sums"}
+
+
+def test_no_rollouts_give_no_metrics():
+    assert rollout_metrics([], "sums") == {}

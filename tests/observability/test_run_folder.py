@@ -1,0 +1,106 @@
+"""outputs/<run>/: where things are, what may be resumed, what changed."""
+
+import json
+
+import pytest
+
+from torchtitan_rl.observability.run_folder import RunFolder, RunFolderError
+
+CONFIG = {"steps": 10, "resume": False, "trainer": {"optimizer": {"lr": 0.1, "betas": [0.9, 0.99]}}}
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "outputs" / "run"
+
+
+def existing_run(path):
+    RunFolder(path, resume=False).create(CONFIG)
+
+
+def test_looking_at_a_new_run_writes_nothing(path):
+    RunFolder(path, resume=False)
+    assert not path.parent.exists()
+
+
+def test_a_new_run_gets_its_config_and_its_logs_folder(path):
+    folder = RunFolder(path, resume=False)
+    assert folder.create(CONFIG) == []
+    assert json.loads((path / "config.json").read_text()) == CONFIG
+    assert {file.name for file in path.iterdir()} == {"config.json", "logs"}
+    assert folder.log_file("trainer") == str(path / "logs" / "trainer.log")
+
+
+def test_an_existing_run_is_not_overwritten(path):
+    existing_run(path)
+    with pytest.raises(RunFolderError, match=r"run already holds a run.*--resume.*--run_name"):
+        RunFolder(path, resume=False)
+
+
+def test_a_folder_without_a_config_is_no_run(path):
+    path.mkdir(parents=True)
+    RunFolder(path, resume=False)
+    with pytest.raises(RunFolderError, match="no run"):
+        RunFolder(path, resume=True)
+
+
+def test_resuming_what_does_not_exist_is_an_error(path):
+    with pytest.raises(
+        RunFolderError, match=r"--resume found no run in .*run; give its --run_name"
+    ):
+        RunFolder(path, resume=True)
+
+
+def test_errors_name_the_folder_from_where_the_user_is(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RunFolderError, match="found no run in outputs/run;"):
+        RunFolder(path, resume=True)
+
+
+def test_a_relative_folder_stays_where_it_was_when_the_process_moves(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = RunFolder("outputs/run", resume=False)
+    monkeypatch.chdir("/")
+    folder.create(CONFIG)
+    assert (tmp_path / "outputs" / "run" / "config.json").is_file()
+
+
+def test_resuming_with_the_same_config_changes_nothing(path):
+    existing_run(path)
+    resumed = RunFolder(path, resume=True)
+    assert resumed.create({**CONFIG, "resume": True}) == []
+
+
+def test_resuming_tells_what_changed_by_its_full_name(path):
+    existing_run(path)
+    changed = {
+        "resume": True,
+        "steps": 20,
+        "trainer": {"optimizer": {"lr": 0.1, "betas": (0.9, 0.95)}},
+        "seed": 3,
+    }
+    assert RunFolder(path, resume=True).create(changed) == [
+        "seed: None → 3",
+        "steps: 10 → 20",
+        "trainer.optimizer.betas: [0.9, 0.99] → [0.9, 0.95]",
+    ]
+    assert json.loads((path / "config.json").read_text())["steps"] == 20
+
+
+def test_a_tuple_in_the_config_is_no_change(path):
+    with_tuple = {"trainer": {"betas": (0.9, 0.99)}}
+    RunFolder(path, resume=False).create(with_tuple)
+    assert RunFolder(path, resume=True).create(with_tuple) == []
+
+
+@pytest.mark.parametrize(
+    ("whole", "half", "latest"),
+    [([], [], None), ([], [3], None), ([9, 10], [], 10), ([2], [3], 2)],
+)
+def test_the_latest_checkpoint_is_the_newest_whole_one(path, whole, half, latest):
+    folder = RunFolder(path, resume=False)
+    for step in whole + half:
+        (folder.checkpoints / f"step-{step}").mkdir(parents=True)
+    for step in whole:
+        (folder.checkpoints / f"step-{step}" / ".metadata").touch()
+    assert folder.latest_checkpoint() == latest

@@ -1,0 +1,123 @@
+"""CPU or CUDA: which is here, and what follows from it."""
+
+import os
+import sys
+
+import pytest
+import torch
+
+from torchtitan_rl.platform import (
+    _TRITON_KERNELS,
+    _NeedsTriton,
+    adapt_torchtitan,
+    device_type,
+    resolve_dtype,
+    worker_env,
+)
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Sets what the user asked for and what the machine has; the answer is cached per process."""
+
+    def setup(*, asked, has_cuda):
+        monkeypatch.setenv("TORCHTITAN_RL_PLATFORM", asked)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
+        device_type.cache_clear()
+
+    yield setup
+    monkeypatch.undo()
+    device_type.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("asked", "has_cuda", "device"),
+    [
+        ("", False, "cpu"),
+        ("", True, "cuda"),
+        ("cpu", False, "cpu"),
+        ("cpu", True, "cpu"),
+        ("cuda", True, "cuda"),
+    ],
+)
+def test_device_type(machine, asked, has_cuda, device):
+    machine(asked=asked, has_cuda=has_cuda)
+    assert device_type() == device
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ("tpu", "TORCHTITAN_RL_PLATFORM is 'tpu'; it can be 'cpu' or 'cuda'"),
+        ("CPU", "TORCHTITAN_RL_PLATFORM is 'CPU'"),
+        ("cuda", "TORCHTITAN_RL_PLATFORM is 'cuda' but torch sees no CUDA device"),
+    ],
+)
+def test_an_impossible_override_is_refused(machine, asked, message):
+    machine(asked=asked, has_cuda=False)
+    with pytest.raises(ValueError, match=message):
+        device_type()
+
+
+@pytest.mark.parametrize(
+    ("asked", "dtype", "resolved"),
+    [
+        ("cpu", "auto", "float32"),
+        ("cuda", "auto", "bfloat16"),
+        ("cpu", "bfloat16", "bfloat16"),
+        ("cuda", "float32", "float32"),
+    ],
+)
+def test_resolve_dtype(machine, asked, dtype, resolved):
+    machine(asked=asked, has_cuda=True)
+    assert resolve_dtype(dtype) == resolved
+
+
+@pytest.mark.parametrize("role", ["trainer", "generator", "grader"])
+@pytest.mark.parametrize(("threads", "expected"), [(3, "3"), (0, str(os.cpu_count()))])
+def test_a_worker_gets_its_threads_and_they_sleep_when_idle(role, threads, expected):
+    env = worker_env(threads, role=role)
+    assert env["OMP_NUM_THREADS"] == env["MKL_NUM_THREADS"] == expected
+    assert env["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert env["KMP_BLOCKTIME"] == "0"
+    assert all(isinstance(value, str) for value in env.values())
+
+
+def test_only_the_generator_gets_settings_of_vllm():
+    with_vllm = {
+        role
+        for role in ("trainer", "generator", "grader")
+        if any(name.startswith("VLLM_") for name in worker_env(1, role=role))
+    }
+    assert with_vllm == {"generator"}
+
+
+@pytest.mark.parametrize(("asked", "binds_itself"), [("cpu", False), ("cuda", True)])
+def test_vllm_binds_no_threads_on_a_cpu(machine, asked, binds_itself):
+    machine(asked=asked, has_cuda=True)
+    env = worker_env(1, role="generator")
+    assert ("VLLM_CPU_OMP_THREADS_BIND" not in env) == binds_itself
+    assert env.get("VLLM_CPU_OMP_THREADS_BIND", "nobind") == "nobind"
+
+
+def test_the_users_vllm_log_level_is_kept(monkeypatch):
+    monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
+    assert worker_env(1, role="generator")["VLLM_LOGGING_LEVEL"] == "ERROR"
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    assert worker_env(1, role="generator")["VLLM_LOGGING_LEVEL"] == "DEBUG"
+
+
+def test_the_stand_in_for_triton_kernels_has_any_name_and_raises_when_one_is_called():
+    kernels = _NeedsTriton("package.kernels")
+    grouped_gemm = kernels.grouped_gemm
+    with pytest.raises(RuntimeError, match=r"package\.kernels\.grouped_gemm needs Triton"):
+        grouped_gemm(1, key=2)
+    with pytest.raises(AttributeError, match="__path__"):
+        _ = kernels.__path__
+
+
+def test_adapting_torchtitan_leaves_kernels_that_are_there_alone(monkeypatch):
+    real = object()
+    monkeypatch.setitem(sys.modules, _TRITON_KERNELS, real)
+    adapt_torchtitan()
+    assert sys.modules[_TRITON_KERNELS] is real

@@ -1,0 +1,197 @@
+"""Whole runs from the command line: reproducible, resumable, interruptible, and tidy."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from torchtitan_rl.models.checkpoint import find_checkpoints
+from torchtitan_rl.observability.sinks import read_metrics
+
+ROOT = Path(__file__).parents[2]
+
+
+class Run:
+    """A run in a process of its own, as a person would start it."""
+
+    def __init__(self, model: Path, output_dir: Path, *arguments: str) -> None:
+        command = [sys.executable, "-m", "torchtitan_rl.train", "--module", "tests.support"]
+        command += ["--config", "low_tokens", "--model", str(model)]
+        command += ["--output_dir", str(output_dir), "--run_name", "run", *arguments]
+        # A session of its own, so that a Ctrl-C can be sent to all its processes at once.
+        self.process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self.folder = output_dir / "run"
+        self.lines: list[str] = []
+        self.arrived = threading.Condition()
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with self.arrived:
+                self.lines.append(line)
+                self.arrived.notify_all()
+
+    def wait_for_line(self, text: str) -> None:
+        def seen() -> bool:
+            return any(text in line for line in self.lines)
+
+        with self.arrived:
+            assert self.arrived.wait_for(seen, timeout=120), f"no {text!r} in:\n{self.output}"
+
+    def finish(self, timeout: float = 150) -> int:
+        code = self.process.wait(timeout)
+        self.reader.join(10)
+        return code
+
+    @property
+    def output(self) -> str:
+        return "".join(self.lines)
+
+    def processes(self) -> list[psutil.Process]:
+        parent = psutil.Process(self.process.pid)
+        return [parent, *parent.children(recursive=True)]
+
+    def metrics(self) -> list[dict[str, float]]:
+        return read_metrics(self.folder / "metrics.jsonl")
+
+
+def numbers(rows: list[dict[str, float]]) -> list[dict[str, float]]:
+    """What must not depend on how fast the machine was."""
+    timed = ("time/", "tokens_per_second")
+    return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in rows]
+
+
+def assert_all_gone(processes: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=1)
+    assert not alive
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_model, tmp_path_factory) -> Run:
+    """One run from start to end."""
+    run = Run(tiny_model, tmp_path_factory.mktemp("outputs"))
+    run.wait_for_line("step    1")
+    processes = run.processes()
+    assert len(processes) >= 4  # controller, trainer, generator, grader
+    assert run.finish() == 0, run.output
+    assert_all_gone(processes)
+    return run
+
+
+def test_a_run_writes_what_it_promises(finished):
+    rows = finished.metrics()
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5, 6]
+    promised = "reward/all/mean mismatch/max tokens_per_second time/step".split()
+    promised += [f"time/{phase}" for phase in ("generate", "grade", "train", "sync")]
+    for row in rows[:-1]:
+        assert set(promised) <= row.keys()
+        assert ("eval/accuracy" in row) == (row["step"] % 2 == 0)
+        assert row["mismatch/max"] <= 1e-4
+        assert row["policy_version"] == row["step"] + 1
+    assert set(rows[-1]) == {"step", "eval/accuracy", "eval/reward"}
+    assert rows[-1]["eval/reward"] > rows[0]["eval/reward"]
+    config = json.loads((finished.folder / "config.json").read_text())
+    assert config["task"]["name"] == "low_tokens"
+    assert find_checkpoints(finished.folder / "checkpoints") == [2, 4, 6]
+    assert list((finished.folder / "tensorboard").glob("events*"))
+
+
+def test_a_run_tells_a_person_what_happened(finished):
+    for text in ("step    5  reward", "tok/s  generate", "held-out accuracy", "before", "after"):
+        assert text in finished.output
+    assert "Traceback" not in finished.output
+
+
+def test_the_final_model_loads_elsewhere_and_has_learned(finished, tiny_model):
+    model = AutoModelForCausalLM.from_pretrained(finished.folder / "model")
+    tokenizer = AutoTokenizer.from_pretrained(finished.folder / "model")
+    prompt = tokenizer("hello", return_tensors="pt").input_ids
+
+    def low_mass(m) -> float:
+        return m(prompt).logits[0, -1].softmax(-1)[:100].sum().item()
+
+    assert low_mass(model) > low_mass(AutoModelForCausalLM.from_pretrained(tiny_model)) + 0.01
+
+
+def test_ctrl_c_then_resume_gives_the_same_metrics(finished, tiny_model, tmp_path):
+    run = Run(tiny_model, tmp_path)
+    run.wait_for_line("step    2")
+    processes = run.processes()
+    started = time.monotonic()
+    os.killpg(run.process.pid, signal.SIGINT)
+    assert run.finish() == 130, run.output
+    assert time.monotonic() - started < 5
+    assert_all_gone(processes)
+    assert "--run_name run --resume" in run.output
+    saved = find_checkpoints(run.folder / "checkpoints")[-1]
+    assert len(run.metrics()) == saved >= 3
+
+    resumed = Run(tiny_model, tmp_path, "--resume")
+    assert resumed.finish() == 0, resumed.output
+    assert numbers(resumed.metrics()) == numbers(finished.metrics())
+    left, right = (r.folder / "model" / "model.safetensors" for r in (resumed, finished))
+    assert left.read_bytes() == right.read_bytes()
+
+
+def test_a_killed_controller_takes_its_processes_along_and_leaves_a_checkpoint(tiny_model, tmp_path):
+    run = Run(tiny_model, tmp_path)
+    run.wait_for_line("step    2")
+    processes = run.processes()
+    run.process.kill()
+    run.finish()
+    _, alive = psutil.wait_procs(processes, timeout=15)
+    assert not alive
+    assert find_checkpoints(run.folder / "checkpoints") == [2]
+    assert [row["step"] for row in run.metrics()][:3] == [0, 1, 2]
+
+
+def test_ctrl_c_while_starting_leaves_nothing(tiny_model, tmp_path):
+    run = Run(tiny_model, tmp_path)
+    deadline = time.monotonic() + 60
+    while len(run.processes()) < 3 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    processes = run.processes()
+    assert len(processes) >= 3
+    os.killpg(run.process.pid, signal.SIGINT)
+    assert run.finish(timeout=8) == 130, run.output
+    assert_all_gone(processes)
+    assert "Traceback" not in run.output
+
+
+def test_a_dead_worker_ends_the_run_with_its_name(tiny_model, tmp_path):
+    run = Run(tiny_model, tmp_path, "--steps", "1000")
+    run.wait_for_line("step    1")
+    processes = run.processes()
+    log = run.folder / "logs" / "generator.log"
+    worker = next(p for p in processes if _writes_to(p, log))
+    worker.kill()
+    assert run.finish(timeout=60) == 1, run.output
+    assert_all_gone(processes)
+    assert "waiting for the generator" in run.output
+    assert "--resume continues" in run.output
+
+
+def _writes_to(process: psutil.Process, file: Path) -> bool:
+    try:
+        return os.readlink(f"/proc/{process.pid}/fd/1") == str(file)
+    except OSError:
+        return False
+
+

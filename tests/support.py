@@ -1,0 +1,89 @@
+"""What several tests share: a task a random model earns rewards in, and a recipe for it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchtitan_rl.actors.engine import EngineConfig, SamplingConfig
+from torchtitan_rl.actors.generator import VLLMGenerator
+from torchtitan_rl.actors.trainer import OptimizerConfig, Trainer, constant_lr
+from torchtitan_rl.controller import CheckpointConfig, Controller, EvaluationConfig
+from torchtitan_rl.tasks.task import Example, Reward, Task
+from torchtitan_rl.types import Completion, Episode
+
+
+class LowTokens(Task):
+    """Rewards token ids below 100: a random model gets some right, so every step trains."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Task.Config):
+        name: str = "low_tokens"
+        fault: str = ""
+        """How the reward function misbehaves: raise, short, nan, hang or nothing."""
+
+    config: Config
+
+    def train_example(self, index: int) -> Example:
+        return Example([{"role": "user", "content": f"{self.seed} train {index}"}], None)
+
+    def heldout_examples(self, count: int) -> list[Example]:
+        return [
+            Example([{"role": "user", "content": f"heldout {index}"}], None)
+            for index in range(count)
+        ]
+
+    def reward(
+        self, completions: Sequence[Completion], expected_answer: Any
+    ) -> Sequence[Reward | float]:
+        rewards: list[Reward | float] = [
+            sum(i < 100 for i in c.token_ids) / len(c.token_ids) for c in completions
+        ]
+        match self.config.fault:
+            case "raise":
+                raise KeyError("no such answer")
+            case "short":
+                return rewards[:-1]
+            case "nan":
+                return [float("nan")] * len(rewards)
+            case "hang":
+                import threading
+
+                threading.Event().wait(30)
+        return rewards
+
+
+def low_tokens() -> Controller.Config:
+    """A whole run in a few seconds a step, from a random model."""
+    return Controller.Config(
+        model="model",
+        task=LowTokens.Config(),
+        steps=6,
+        prompts_per_step=8,
+        generator=VLLMGenerator.Config(
+            sampling=SamplingConfig(n=4, max_tokens=12), engine=small_engine(), threads=1
+        ),
+        trainer=Trainer.Config(
+            optimizer=OptimizerConfig(lr=1e-3), lr_scheduler=constant_lr(warmup_steps=2), threads=1
+        ),
+        evaluation=EvaluationConfig(every=2, prompts=8),
+        checkpoint=CheckpointConfig(every=2, keep=0),
+    )
+
+
+def small_engine() -> EngineConfig:
+    return EngineConfig(max_model_len=128, kv_cache_gib=0.1, max_num_seqs=64)
+
+
+def episode(**changes: Any) -> Episode:
+    """A valid episode, with what a test cares about changed."""
+    fields: dict[str, Any] = {
+        "policy_version": 0,
+        "prompt_token_ids": [1, 2, 3],
+        "token_ids": [4, 5],
+        "token_logprobs": [-0.5, -1.0],
+        "reward": 1.0,
+        "advantage": 0.5,
+        "task": "sums",
+        "group_id": "sums/train/7",
+    }
+    return Episode(**{**fields, **changes})

@@ -1,0 +1,183 @@
+"""Sums of digits: splits that never meet, rewards by table, demonstrations of the form."""
+
+import random
+import re
+
+import pytest
+
+from torchtitan_rl.tasks.sum_digits import SumDigits
+from torchtitan_rl.tasks.task import Example, Task, is_heldout
+from torchtitan_rl.types import Completion
+
+
+def task(seed=0, **settings):
+    return SumDigits.Config(**settings).build(seed=seed)
+
+
+def question(example):
+    return example.messages[-1]["content"]
+
+
+def rewards(texts, expected, **settings):
+    completions = [Completion(0, 0, [1], text, [2], [-1.0], "stop") for text in texts]
+    return task(**settings).reward(completions, expected)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 17])
+@pytest.mark.parametrize("max_numbers", [2, 4])
+def test_train_and_heldout_questions_never_overlap(seed, max_numbers):
+    sums = task(seed, max_numbers=max_numbers)
+    # Negative indices are the demonstrations'.
+    train = {question(sums.train_example(index)) for index in range(-2000, 5000)}
+    heldout = {question(example) for example in sums.heldout_examples(500)}
+    assert len(train) > 3000
+    assert not train & heldout
+
+
+@pytest.mark.parametrize("index", [-7, 0, 3, 10**9])
+def test_a_train_example_is_a_function_of_seed_and_index(index):
+    one, again = task(seed=4), task(seed=4)
+    again.train_example(99)
+    assert one.train_example(index) == again.train_example(index)
+    assert one.train_example(index) == one.train_example(index)
+
+
+def test_other_seeds_and_other_indices_give_other_questions():
+    def stream(seed):
+        return [question(task(seed).train_example(index)) for index in range(100)]
+
+    assert stream(0) != stream(1)
+    assert len(set(stream(0))) > 90
+
+
+def test_heldout_examples_are_distinct_and_the_same_for_every_seed():
+    examples = task(seed=0).heldout_examples(300)
+    assert examples == task(seed=9).heldout_examples(300)
+    assert len({question(example) for example in examples}) == 300
+    assert examples[:50] == task().heldout_examples(50)
+
+
+def test_a_question_has_the_configured_numbers_and_the_sum_as_its_answer():
+    sums = task(min_numbers=1, max_numbers=3, digits=3)
+    counts = set()
+    for index in range(300):
+        example = sums.train_example(index)
+        numbers = question(example).split()
+        counts.add(len(numbers))
+        assert all(re.fullmatch(r"[1-9]\d\d", number) for number in numbers)
+        assert example.messages[-1]["role"] == "user"
+        assert example.expected_answer == sum(int(d) for number in numbers for d in number)
+    assert counts == {1, 2, 3}
+
+
+def test_more_heldout_questions_than_there_are_is_an_error_that_says_what_to_change():
+    with pytest.raises(ValueError, match=r"fewer than 60 held-out.*evaluation\.prompts") as error:
+        task(min_numbers=1, max_numbers=1, heldout_share=0.5).heldout_examples(60)
+    found = sum(is_heldout(str(number), 0.5) for number in range(10, 100))
+    assert f"found {found}" in str(error.value)
+    assert "task.heldout_share" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "correct"),
+    [
+        ("4+7+8+5 [ANSWER] 24", 1.1, True),
+        ("[ANSWER] 24", 1.1, True),
+        ("[ANSWER] 24\n", 1.1, True),
+        ("[ANSWER] 024", 1.1, True),
+        ("[ANSWER] 3 [ANSWER] 24", 1.1, True),
+        ("[ANSWER] 24 [ANSWER] 3", 0.1, False),
+        ("4+7+8+5 [ANSWER] 25", 0.1, False),
+        ("[ANSWER] 240", 0.1, False),
+        ("[ANSWER] " + "2" * 5000, 0.1, False),
+        ("", 0, False),
+        ("24", 0, False),
+        ("[ANSWER]", 0, False),
+        ("[ANSWER] ", 0, False),
+        ("[ANSWER]24", 0, False),
+        ("[answer] 24", 0, False),
+        ("[ANSWER] 24 or so", 0, False),
+        ("[ANSWER] 24.", 0, False),
+        ("[ANSWER] 24x", 0, False),
+        ("[ANSWER] x24", 0, False),
+        ("[ANSWER] -24", 0, False),
+        ("[ANSWER] 2 4", 0, False),
+    ],
+    ids=lambda value: str(value)[:24],
+)
+def test_reward(text, value, correct):
+    (reward,) = rewards([text], 24)
+    assert reward.value == pytest.approx(value)
+    assert reward.correct is correct
+    assert sum(reward.parts.values()) == pytest.approx(reward.value)
+    assert reward.parts.keys() == {"exact", "format"}
+
+
+def test_a_group_is_scored_in_order_with_the_configured_format_reward():
+    scored = rewards(["[ANSWER] 5", "no", "[ANSWER] 6"], 5, format_reward=0.25)
+    assert [reward.value for reward in scored] == [1.25, 0, 0.25]
+
+
+def demonstrations(sums, count):
+    for index in range(count):
+        example = sums.train_example(-1 - index)
+        text = sums.demonstration(example, random.Random(index))
+        (reward,) = sums.reward(
+            [Completion(0, 0, [1], text, [2], [-1.0], "stop")], example.expected_answer
+        )
+        yield example, text, reward
+
+
+def test_every_demonstration_spells_the_digits_out_and_has_the_form():
+    for example, text, reward in demonstrations(task(), 500):
+        digits = "+".join(question(example).replace(" ", ""))
+        assert re.fullmatch(re.escape(digits) + r" \[ANSWER\] \d+", text)
+        assert reward.parts["format"] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 1.0])
+@pytest.mark.parametrize("digits", [1, 2])
+def test_the_share_of_wrong_demonstrations_is_the_configured_one(share, digits):
+    sums = task(wrong_demonstrations=share, min_numbers=1, digits=digits)
+    wrong = [not reward.correct for _, _, reward in demonstrations(sums, 2000)]
+    # Four standard deviations of 2000 draws are 0.045 at the most; 0 and 1 are exact.
+    assert sum(wrong) / len(wrong) == pytest.approx(share, abs=0.045 if 0 < share < 1 else 0)
+
+
+def test_a_demonstration_is_a_function_of_its_rng():
+    example = task().train_example(0)
+    first, again = (task().demonstration(example, random.Random(3)) for _ in range(2))
+    assert first == again
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"min_numbers": 0}, r"task\.min_numbers must be at least 1.*got 0 and 4"),
+        ({"min_numbers": 5}, r"at most task\.max_numbers; got 5 and 4"),
+        ({"max_numbers": 0}, "got 2 and 0"),
+        ({"digits": 0}, r"task\.digits must be at least 1; got 0"),
+        ({"heldout_share": 0.0}, r"task\.heldout_share must be in \(0, 1\); got 0"),
+        ({"heldout_share": 1.0}, r"task\.heldout_share must be in \(0, 1\); got 1"),
+        ({"wrong_demonstrations": 1.5}, r"task\.wrong_demonstrations"),
+        ({"wrong_demonstrations": -0.1}, r"task\.wrong_demonstrations"),
+    ],
+)
+def test_a_bad_config_is_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        SumDigits.Config(**settings)
+
+
+def test_a_task_without_demonstrations_says_so():
+    class Silent(Task):
+        def train_example(self, index):
+            return Example([], None)
+
+        def heldout_examples(self, count):
+            return []
+
+        def reward(self, completions, expected_answer):
+            return []
+
+    with pytest.raises(NotImplementedError, match="task 'task' has no demonstrations"):
+        Silent(Task.Config()).demonstration(Example([], None), random.Random(0))

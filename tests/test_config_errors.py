@@ -1,0 +1,234 @@
+"""The command line: a bad config is refused before any process starts, with what is allowed."""
+
+import json
+import re
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from torchtitan_rl import train
+from torchtitan_rl.observability.run_folder import RunFolderError
+
+ROOT = Path(__file__).parents[1]
+
+REGISTRY = '''
+from torchtitan_rl.actors.engine import EngineConfig, SamplingConfig
+from torchtitan_rl.actors.generator import VLLMGenerator
+from torchtitan_rl.controller import Controller
+from torchtitan_rl.tasks.sum_digits import SumDigits
+from torchtitan_rl.warm_start import WarmStartConfig
+
+GENERATOR = VLLMGenerator.Config(
+    sampling=SamplingConfig(n=8, max_tokens=24), engine=EngineConfig(max_model_len=128)
+)
+
+def tiny() -> Controller.Config:
+    """From a folder."""
+    return Controller.Config(model="model", task=SumDigits.Config(), generator=GENERATOR)
+
+def warm() -> Controller.Config:
+    """From a model that is made first."""
+    return Controller.Config(
+        warm_start=WarmStartConfig(), task=SumDigits.Config(), generator=GENERATOR
+    )
+'''
+
+
+class Started(BaseException):
+    """The config was accepted: from here on there are processes. Not to be caught as an error."""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, tiny_model, monkeypatch):
+    """A working directory with recipes and a model, where starting the run raises instead."""
+
+    async def start(config):
+        raise Started
+
+    (tmp_path / "config_registry.py").write_text(REGISTRY)
+    shutil.copytree(tiny_model, tmp_path / "model")
+    monkeypatch.delitem(sys.modules, "config_registry", raising=False)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if Path(path) != ROOT])
+    monkeypatch.setattr(train, "train", start)
+    # It would end what other tests have started in this process.
+    monkeypatch.setattr(train, "end_all_processes", lambda: None)
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    sys.modules.pop("config_registry", None)
+
+
+@pytest.fixture
+def refusal(capsys):
+    """What the command line says to arguments that it refuses, without boxes and line breaks."""
+
+    def run(*arguments):
+        try:
+            code = train.main(list(arguments))
+        except SystemExit as exit:
+            code = exit.code
+        assert code == 2
+        captured = capsys.readouterr()
+        return re.sub(r"[│\s]+", " ", captured.out + captured.err)
+
+    return run
+
+
+def change_model(folder, **changes):
+    file = folder / "model" / "config.json"
+    config = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+
+
+@pytest.mark.parametrize("recipe", ["tiny", "warm"])
+def test_a_good_config_starts(recipe, folder):
+    with pytest.raises(Started):
+        train.main(["--config", recipe])
+    assert not (folder / "outputs").exists()
+
+
+def test_overrides_reach_the_config():
+    overrides = ["--generator.sampling.n=4", "--trainer.optimizer.lr=0.5", "--run_name=x"]
+    config = train.parse(["--config", "tiny", *overrides])
+    assert config.generator.sampling.n == config.samples_per_prompt == 4
+    assert config.trainer.optimizer.lr == 0.5
+    assert config.run_name == "x"
+    assert config.generator.sampling.max_tokens == 24
+
+
+def test_a_run_without_a_name_is_called_after_its_recipe_and_the_time():
+    name = train.parse(["--config", "tiny"]).run_name
+    assert re.fullmatch(r"tiny-\d{8}-\d{6}", name)
+
+
+def test_the_list_of_recipes(capsys):
+    assert train.main(["--list"]) == 0
+    listed = capsys.readouterr().out
+    assert re.search(r"tiny +From a folder\.", listed)
+    assert re.search(r"warm +From a model that is made first\.", listed)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--generator.sampling.temperature 0", ["temperature"]),
+        (
+            "--generator.sampling.temperature 0 --generator.sampling.n 1",
+            ["generator.sampling.temperature is 0", "use a temperature above 0"],
+        ),
+        ("--generator.sampling.temperature -1", ["temperature must be 0 (greedy) or more"]),
+        ("--generator.sampling.top_p 0.9", ["generator.sampling.top_p", "use top_p = 1"]),
+        ("--generator.sampling.top_p 2", ["sampling.top_p must be in (0, 1]; got 2"]),
+        ("--generator.sampling.top_k 5", ["top_k", "top_k = 0"]),
+        ("--generator.sampling.n 0", ["sampling.n must be at least 1; got 0"]),
+        ("--generator.sampling.max_tokens 128", ["generator.sampling.max_tokens (128)"]),
+        ("--generator.engine.max_model_len 0", ["max_model_len"]),
+        ("--generator.tensor_parallel_degree 0", ["tensor_parallel_degree", "at least 1"]),
+        (
+            "--trainer.tokens_per_microbatch 64",
+            ["trainer.tokens_per_microbatch (64)", "generator.engine.max_model_len (128)"],
+        ),
+        ("--trainer.optimizer.lr -1", ["optimizer.lr must be positive; got -1"]),
+        ("--trainer.optimizer.betas 0.9 1.0", ["optimizer.betas must lie in [0, 1)"]),
+        ("--trainer.max_grad_norm 0", ["trainer.max_grad_norm must be positive"]),
+        ("--trainer.parallelism.tensor_parallel_degree 3", ["3 does not divide", "heads (4)"]),
+        ("--generator.tensor_parallel_degree 4", ["generator tensor parallelism", "heads (2)"]),
+        ("--trainer.loss.name grop", ["unknown loss 'grop'; did you mean 'grpo'"]),
+        ("--advantage.name grop", ["unknown advantage 'grop'; did you mean 'grpo'", "rloo"]),
+        ("--advantage.name nowhere:f", ["advantage 'nowhere:f'", "cannot import 'nowhere'"]),
+        ("--steps 0", ["steps must be positive; got 0"]),
+        ("--prompts_per_step -1", ["prompts_per_step must be positive; got -1"]),
+        ("--evaluation.every 0", ["evaluation.every", "at least 1"]),
+        ("--evaluation.prompts 1000000", ["evaluation.prompts", "held-out"]),
+        ("--checkpoint.keep 1", ["checkpoint.keep must be 0 (all) or at least 2"]),
+        ("--task.digits 0", ["task.digits must be at least 1; got 0"]),
+        ("--grader.timeout_seconds 0", ["grader.timeout_seconds must be positive"]),
+        ("--model nowhere", ["no config.json in", "nowhere", "model"]),
+        ("--model=", ["model is empty"]),
+        ("--resume", ["--resume found no run", "--run_name"]),
+        ("--resume --run_name lost", ["--resume found no run in outputs/lost"]),
+        ("--stepz 3", ["Unrecognized options: --stepz", "--steps"]),
+        ("--steps many", ["--steps", "'many'"]),
+        ("--trainer.dtype float16", ["--trainer.dtype", "'auto', 'float32', 'bfloat16'"]),
+        ("--trainer.weight_sync pigeon", ["--trainer.weight_sync", "'shm'"]),
+    ],
+)
+def test_a_bad_value_is_refused_with_its_name_and_what_is_allowed(refusal, folder, arguments, said):
+    answer = refusal("--config", "tiny", *arguments.split())
+    for words in said:
+        assert words in answer
+    assert not (folder / "outputs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--config tinny", "unknown recipe 'tinny'; did you mean 'tiny'? Known: tiny, warm"),
+        ("--config xyz", "unknown recipe 'xyz'; Known: tiny, warm"),
+        ("--config a[red]b", "unknown recipe 'a[red]b'"),
+        ("--config a[/b]", "unknown recipe 'a[/b]'"),
+        ("--steps 3", "--config is missing; recipes: tiny, warm"),
+        ("--config tiny --module nowhere", "no nowhere.py in"),
+    ],
+)
+def test_an_unknown_recipe_is_refused(refusal, arguments, said):
+    assert said in refusal(*arguments.split())
+
+
+def test_an_existing_run_is_not_overwritten(refusal, folder):
+    (folder / "outputs" / "old").mkdir(parents=True)
+    (folder / "outputs" / "old" / "config.json").write_text("{}")
+    answer = refusal("--config", "tiny", "--run_name", "old")
+    assert "outputs/old already holds a run: continue it with --resume" in answer
+    with pytest.raises(Started):
+        train.main(["--config", "tiny", "--run_name", "old", "--resume"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "'LlamaForCausalLM'; supported: Qwen3"),
+        ({"num_key_value_heads": None}, "lacks the field 'num_key_value_heads'"),
+        ({"vocab_size": None}, "lacks the field 'vocab_size'"),
+        ({"intermediate_size": None}, "lacks the field 'intermediate_size'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "RoPE scaling 'yarn'"),
+    ],
+)
+def test_a_model_that_cannot_be_trained_is_refused(refusal, folder, changes, said):
+    change_model(folder, **changes)
+    assert said in refusal("--config", "tiny")
+
+
+def test_a_model_without_a_tokenizer_is_refused(refusal, folder):
+    for file in (folder / "model").glob("tokenizer*"):
+        file.unlink()
+    assert "tokenizer" in refusal("--config", "tiny")
+
+
+# With a warm start the model is made first, which takes minutes: nothing may come up after that.
+
+
+def test_a_given_model_that_is_missing_is_refused_though_there_is_a_warm_start(refusal):
+    assert "nowhere" in refusal("--config", "warm", "--model", "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--resume --run_name lost", "--resume found no run in outputs/lost"),
+        ("--evaluation.prompts 1000000", "evaluation.prompts"),
+        ("--trainer.parallelism.tensor_parallel_degree 3", "3 does not divide"),
+    ],
+)
+def test_a_bad_value_is_refused_before_the_warm_start(refusal, arguments, said):
+    assert said in refusal("--config", "warm", *arguments.split())
+
+
+def test_an_existing_run_is_seen_before_the_warm_start(folder):
+    (folder / "outputs" / "old").mkdir(parents=True)
+    (folder / "outputs" / "old" / "config.json").write_text("{}")
+    config = replace(train.parse(["--config", "warm"]), run_name="old")
+    with pytest.raises(RunFolderError, match="already holds a run"):
+        train.check(config)
