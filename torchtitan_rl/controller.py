@@ -24,11 +24,11 @@ from torchtitan_rl.actors.spawn import (
     spawn_trainer,
 )
 from torchtitan_rl.actors.trainer import Trainer
-from torchtitan_rl.algorithms.advantage import AdvantageConfig, group_advantages
+from torchtitan_rl.algorithms.advantage import BASELINES, AdvantageConfig, group_advantages
 from torchtitan_rl.batching.grid import make_grid
 from torchtitan_rl.batching.schema import validate
 from torchtitan_rl.models.render import ChatRenderer
-from torchtitan_rl.models.spec import check_parallelism, read_hf_config
+from torchtitan_rl.models.spec import check_parallelism, model_spec, read_hf_config
 from torchtitan_rl.observability.console import StepProgress, console, print_summary, step_line
 from torchtitan_rl.observability.metrics import flatten, merge_metrics
 from torchtitan_rl.observability.rollouts import rollout_metrics
@@ -144,6 +144,11 @@ class Controller(Configurable):
                     f"trainer.tokens_per_microbatch ({self.trainer.tokens_per_microbatch}) cannot "
                     f"hold one episode of generator.engine.max_model_len ({engine.max_model_len})"
                 )
+            if sampling.n == 1 and self.advantage.name in BASELINES:
+                raise ValueError(
+                    f"with one sample per prompt every {self.advantage.name!r} advantage is 0; use "
+                    "generator.sampling.n of 2 or more, or advantage.name 'reward'"
+                )
             if not self.model and self.warm_start is None:
                 raise ValueError("model is empty: give the path of an HF folder")
 
@@ -162,6 +167,7 @@ class Controller(Configurable):
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        model_spec(config.model_folder)  # says what is wrong with the folder, if anything is
         hf_config = read_hf_config(config.model_folder)
         for who, degree in (
             ("trainer", config.trainer.parallelism.tensor_parallel_degree),
@@ -321,7 +327,7 @@ class Controller(Configurable):
         return {**flatten(metrics), "padding_share": grid.padding_share}
 
     async def sync_weights(self) -> None:
-        """Send the trainer's weights to the generator: publish a snapshot, pull it by its handle."""
+        """Send the trainer's weights to the generator: publish a snapshot, pull its handle."""
         publish = self.trainer.actor.publish_weights.call()
         handle = per_rank(await self.answer("the trainer to publish weights", publish))[0]
         pull = self.generator.actor.pull_weights.call_one(handle)

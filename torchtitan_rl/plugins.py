@@ -2,6 +2,7 @@
 
 import difflib
 import importlib
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
@@ -21,6 +22,16 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"{hint}Known: {', '.join(known) or 'none'}"
 
 
+def check_arguments(
+    name: str, function: Callable, kwargs: Mapping[str, object], *, what: str
+) -> None:
+    """Refuse keyword arguments the function does not take, before anything calls it."""
+    try:
+        inspect.signature(function).bind(None, **kwargs)
+    except TypeError as error:
+        raise ValueError(f"{what} {name!r} cannot take kwargs {dict(kwargs)}: {error}") from error
+
+
 def resolve(name: str, builtins: Mapping[str, Function], *, what: str) -> Function:
     """The function behind a config value; every way to get it wrong has its own message."""
     if ":" not in name:
@@ -33,8 +44,8 @@ def resolve(name: str, builtins: Mapping[str, Function], *, what: str) -> Functi
     module_name, _, attribute = name.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ValueError(f"{what} {name!r}: cannot import {module_name!r}: {error}") from error
+    except Exception as error:  # a plug-in may fail in any way while it is imported
+        raise ValueError(f"{what} {name!r}: cannot import {module_name!r}: {error!r}") from error
     function = getattr(module, attribute, None)
     if not callable(function):
         functions = [n for n, value in vars(module).items() if callable(value)]

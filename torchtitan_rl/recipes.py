@@ -46,8 +46,15 @@ def find_recipes(module: ModuleType) -> dict[str, Recipe]:
         if inspect.isfunction(function)
         and function.__module__ == module.__name__
         and not name.startswith("_")
-        and typing.get_type_hints(function).get("return") is Controller.Config
+        and _return_type(function) is Controller.Config
     }
+
+
+def _return_type(function: Callable) -> object:
+    try:
+        return typing.get_type_hints(function).get("return")
+    except NameError:  # some other function, annotated with a name that only type checkers import
+        return None
 
 
 def build_recipe(name: str, module: ModuleType) -> Controller.Config:

@@ -8,10 +8,12 @@ import argparse
 import asyncio
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import tyro
 from rich.markup import escape
@@ -21,7 +23,8 @@ from torchtitan_rl import recipes
 from torchtitan_rl.actors.spawn import end_all_processes
 from torchtitan_rl.controller import Controller
 from torchtitan_rl.models.spec import ModelFolderError
-from torchtitan_rl.observability.console import console
+from torchtitan_rl.models.tiny import write_tiny_model
+from torchtitan_rl.observability.console import console, error_console
 from torchtitan_rl.observability.run_folder import RunFolderError
 from torchtitan_rl.waiting import Interrupted
 from torchtitan_rl.warm_start import ensure_starting_model
@@ -40,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         check(config)
     except CONFIG_ERRORS as error:
-        console.print(f"[bold red]error[/]: {escape(str(error))}")
+        error_console.print(f"[bold red]error[/]: {escape(str(error))}")
         return 2
     except KeyboardInterrupt:
         return 130
@@ -54,8 +57,10 @@ def main(argv: list[str] | None = None) -> int:
         console.print(f"stopped at once, the latest checkpoint counts; {again}", markup=False)
         return 130
     except Exception as error:
-        console.print(f"[bold red]the run failed[/]: {escape(str(error))}")
-        console.print(f"logs: {config.output_dir}/{config.run_name}/logs; {again}", markup=False)
+        error_console.print(f"[bold red]the run failed[/]: {escape(str(error))}")
+        error_console.print(
+            f"logs: {config.output_dir}/{config.run_name}/logs; {again}", markup=False
+        )
         return 1
     finally:
         end_all_processes()
@@ -98,8 +103,13 @@ def print_recipes(found: dict[str, recipes.Recipe]) -> None:
 
 def check(config: Controller.Config) -> None:
     """Everything that can be found wrong before a process starts."""
-    if config.model_folder.exists() or config.warm_start is None:
+    if config.model or config.warm_start is None or config.model_folder.exists():
         Controller(config)
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        # The model that the warm start will make has this shape.
+        stand_in = write_tiny_model(Path(temporary) / "model", seed=config.seed)
+        Controller(replace(config, model=str(stand_in)))
 
 
 async def train(config: Controller.Config) -> None:
@@ -136,5 +146,3 @@ def stop_signals(controller: Controller) -> Iterator[None]:
 
 if __name__ == "__main__":
     sys.exit(main())
-
-

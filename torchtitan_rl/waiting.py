@@ -21,15 +21,19 @@ class WorkerDiedError(RuntimeError):
 
 async def answer(what: str, reply: Awaitable[Answer], *, deadline_seconds: float) -> Answer:
     """Wait for an actor's reply; if none comes, say who was waited for and why it did not come."""
+    task = asyncio.ensure_future(_as_coroutine(reply))
     try:
-        return await asyncio.wait_for(_as_coroutine(reply), deadline_seconds)
+        # Not `wait_for`: a TimeoutError may also be what the actor answered.
+        if (await asyncio.wait({task}, timeout=deadline_seconds))[0]:
+            return task.result()
     except SupervisionError as error:
         raise WorkerDiedError(f"while waiting for {what}, its process died: {error}") from error
-    except TimeoutError:
-        raise TimeoutError(
-            f"waited {deadline_seconds:.0f} s for {what}; look into the run's logs folder, or "
-            "raise deadline_seconds if it only needs longer"
-        ) from None
+    finally:
+        await _cancel(task)
+    raise TimeoutError(
+        f"waited {deadline_seconds:.0f} s for {what}; look into the run's logs folder, or "
+        "raise deadline_seconds if it only needs longer"
+    )
 
 
 async def unless(stop: asyncio.Event, work: Awaitable[Answer]) -> Answer:

@@ -1,7 +1,7 @@
 """A starting model by imitation: supervised steps of the same Trainer, on the same actors.
 
 A demonstration is an episode with advantage 1: the clipped loss at ratio 1 then has exactly the
-gradient of cross-entropy. It stops when greedy accuracy is middling, where reinforcement learning
+gradient of cross-entropy. It ends when greedy accuracy is middling, where reinforcement learning
 has something to reward and something left to learn.
 """
 
@@ -30,23 +30,26 @@ if TYPE_CHECKING:
 class WarmStartConfig:
     """How the tiny starting model is made."""
 
-    steps: int = 400
-    """Supervised steps at the most."""
+    steps: int = 200
+    """Supervised steps at the most; the learning rate falls to 0 over them."""
     demonstrations_per_step: int = 64
     """Demonstrations in one step."""
-    target_accuracy: float = 0.4
-    """Stop as soon as greedy held-out accuracy is at least this."""
+    enough_accuracy: float = 0.5
+    """Stop once greedy held-out accuracy is at least this: more would leave RL little to do."""
     evaluate_every: int = 25
     """Steps between two looks at the accuracy."""
     lr: float = 2e-3
-    """Learning rate, after `warmup_steps`."""
+    """Learning rate after warm-up."""
     warmup_steps: int = 20
+    """Steps in which the learning rate rises to `lr`."""
     cache_dir: str = "outputs/models"
     """Where starting models are kept."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.target_accuracy < 1:
-            raise ValueError("warm_start.target_accuracy must be in (0, 1)")
+        if not 0 < self.enough_accuracy <= 1:
+            raise ValueError(
+                f"warm_start.enough_accuracy must be in (0, 1]; got {self.enough_accuracy}"
+            )
         if min(self.steps, self.demonstrations_per_step, self.evaluate_every) < 1:
             raise ValueError("warm_start counts must be at least 1")
 
@@ -60,7 +63,7 @@ class WarmStartConfig:
 
 async def ensure_starting_model(config: "Controller.Config", stop_signals) -> None:
     """Make the run's starting model if it has a warm start and the folder is not there yet."""
-    if config.warm_start is None or config.model_folder.exists():
+    if config.warm_start is None or config.model or config.model_folder.exists():
         return
     from torchtitan_rl.controller import Controller
 
@@ -93,7 +96,7 @@ def supervised_trainer(config: "Controller.Config") -> Trainer.Config:
     return replace(
         config.trainer,
         optimizer=OptimizerConfig(lr=warm.lr, betas=(0.9, 0.99)),
-        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=warm.warmup_steps, decay_ratio=0.0),
+        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=warm.warmup_steps),
     )
 
 
@@ -105,12 +108,14 @@ async def imitate(controller: "Controller", warm: WarmStartConfig) -> float:
             first = step * warm.demonstrations_per_step
             indices = range(first, first + warm.demonstrations_per_step)
             await controller.train([demonstration(controller, i) for i in indices])
+            line = None
             if (step + 1) % warm.evaluate_every == 0 or step + 1 == warm.steps:
                 await controller.sync_weights()
                 accuracy = (await controller.evaluate())["eval/accuracy"]
-                if accuracy >= warm.target_accuracy:
-                    break
-            progress.advance()
+                line = f"imitation step {step + 1:4d}  │ held-out accuracy {accuracy:.1%}"
+            progress.advance(line)
+            if accuracy >= warm.enough_accuracy:
+                break
             if controller.interrupted.is_set():
                 raise Interrupted
     return accuracy
@@ -132,5 +137,3 @@ def demonstration(controller: "Controller", index: int) -> Episode:
         task=controller.task.name,
         group_id=f"demonstration/{index}",
     )
-
-

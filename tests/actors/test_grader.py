@@ -56,5 +56,7 @@ async def test_plain_floats_are_rewards_too(spawn):
 async def test_a_bad_reward_function_is_an_error_that_names_task_and_group(spawn, fault, message):
     grader = await spawn(LowTokens.Config(fault=fault), timeout_seconds=0.5)
     with pytest.raises(ActorError, match=message) as caught:
-        await grader.score.call_one([completion("a"), completion("b")], None, group_id="low/train/7")
+        await grader.score.call_one(
+            [completion("a"), completion("b")], None, group_id="low/train/7"
+        )
     assert "task 'low_tokens', group low/train/7" in str(caught.value)

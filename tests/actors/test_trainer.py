@@ -70,7 +70,9 @@ async def gradients(trainer, episodes, *, dp_degree, budget):
 
 def relative_difference(left, right) -> float:
     assert left.keys() == right.keys()
-    flat_left, flat_right = (torch.cat([g[k].flatten() for k in sorted(left)]) for g in (left, right))
+    flat_left, flat_right = (
+        torch.cat([g[k].flatten() for k in sorted(left)]) for g in (left, right)
+    )
     return ((flat_left - flat_right).norm() / flat_right.norm()).item()
 
 
@@ -176,7 +178,9 @@ async def test_swapped_weights_serve_the_trainers_policy(tiny_model, tmp_path):
     """Two different weight sets in a row: a stale lm_head or prefix cache shows on the second."""
     other = write_tiny_model(tmp_path / "other", seed=1)
     config = VLLMGenerator.Config(
-        sampling=SamplingConfig(n=4, max_tokens=16, temperature=0.8), engine=small_engine(), threads=1
+        sampling=SamplingConfig(n=4, max_tokens=16, temperature=0.8),
+        engine=small_engine(),
+        threads=1,
     )
     generator = await spawn_generator(config, model=str(tiny_model), seed=0)
     trainer = await start_trainer(other, tmp_path / "checkpoints", ranks=2)

@@ -160,8 +160,14 @@ def test_logprobs_are_computed_in_float32_and_only_they_carry_a_gradient():
         ({"name": "grop"}, "unknown loss 'grop'; did you mean 'grpo'"),
         ({"name": "no.such:f"}, "cannot import 'no.such'"),
         ({"name": "math:sqr"}, "did you mean 'sqrt'"),
-        ({"kwargs": {"clip_low": -0.1}}, r"loss.kwargs.clip_low must not be negative; got -0.1"),
-        ({"kwargs": {"clip_high": -1}}, r"loss.kwargs.clip_high must not be negative; got -1"),
+        (
+            {"kwargs": {"clip_low": -0.1}},
+            r"loss.kwargs.clip_low must be a number from 0 up; got -0.1",
+        ),
+        (
+            {"kwargs": {"clip_high": -1}},
+            r"loss.kwargs.clip_high must be a number from 0 up; got -1",
+        ),
         ({"kwargs": {"clip_hi": 0.3}}, "clip_hi"),
         ({"kwargs": {"clip_low": "0.2"}}, "clip_low"),
     ],

@@ -128,9 +128,9 @@ def test_a_good_episode_is_valid(changes):
     ("changes", "problem"),
     [
         ({"prompt_token_ids": []}, "the prompt is empty"),
-        ({"token_ids": [4, 10]}, r"a token id lies outside 0\.\.9"),
-        ({"prompt_token_ids": [1, 10, 3]}, r"a token id lies outside 0\.\.9"),
-        ({"token_ids": [4, -1]}, r"a token id lies outside 0\.\.9"),
+        ({"token_ids": [4, 10]}, r"token id 10 lies outside 0\.\.9"),
+        ({"prompt_token_ids": [1, 10, 3]}, r"token id 10 lies outside 0\.\.9"),
+        ({"token_ids": [4, -1]}, "token id -1 is negative"),
         ({"token_logprobs": [-0.5]}, "generator_logprobs covers 4 tokens of 5"),
         ({"token_logprobs": [-0.5] * 3}, "generator_logprobs covers 6 tokens of 5"),
         ({"token_logprobs": [-0.5, NAN]}, "token_logprobs holds a value that is not finite"),
@@ -142,7 +142,7 @@ def test_a_good_episode_is_valid(changes):
         ({"temperature": 0.0}, r"the temperature is 0\.0; greedy"),
         ({"temperature": -1.0}, r"the temperature is -1\.0"),
         ({"temperature": NAN}, "the temperature is nan"),
-        ({"policy_version": 4}, "policy version 4 is from the future; the trainer has 3"),
+        ({"policy_version": 4}, "policy version 4 is newer than the trainer's 3"),
     ],
 )
 def test_a_bad_episode_is_refused_by_task_and_group(changes, problem):

@@ -102,7 +102,7 @@ def test_a_completion_is_its_text_and_the_end_of_turn(renderer):
 
 def test_a_folder_without_a_tokenizer_is_refused_by_name(tiny_model, tmp_path):
     (tmp_path / "config.json").write_bytes((tiny_model / "config.json").read_bytes())
-    with pytest.raises(ModelFolderError, match=f"tokenizer.*{tmp_path}"):
+    with pytest.raises(ModelFolderError, match=f"{tmp_path} has no tokenizer"):
         ChatRenderer(tmp_path)
 
 

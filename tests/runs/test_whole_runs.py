@@ -98,7 +98,7 @@ def finished(tiny_model, tmp_path_factory) -> Run:
 def test_a_run_writes_what_it_promises(finished):
     rows = finished.metrics()
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5, 6]
-    promised = "reward/all/mean mismatch/max tokens_per_second time/step".split()
+    promised = ["reward/all/mean", "mismatch/max", "tokens_per_second", "time/step"]
     promised += [f"time/{phase}" for phase in ("generate", "grade", "train", "sync")]
     for row in rows[:-1]:
         assert set(promised) <= row.keys()
@@ -150,7 +150,9 @@ def test_ctrl_c_then_resume_gives_the_same_metrics(finished, tiny_model, tmp_pat
     assert left.read_bytes() == right.read_bytes()
 
 
-def test_a_killed_controller_takes_its_processes_along_and_leaves_a_checkpoint(tiny_model, tmp_path):
+def test_a_killed_controller_takes_its_processes_along_and_leaves_a_checkpoint(
+    tiny_model, tmp_path
+):
     run = Run(tiny_model, tmp_path)
     run.wait_for_line("step    2")
     processes = run.processes()
@@ -193,5 +195,3 @@ def _writes_to(process: psutil.Process, file: Path) -> bool:
         return os.readlink(f"/proc/{process.pid}/fd/1") == str(file)
     except OSError:
         return False
-
-

@@ -58,7 +58,10 @@ class SamplingConfig:
             if not holds:
                 raise ValueError(f"sampling.{message}; got {getattr(self, message.split()[0])}")
         if self.temperature == 0 and self.n > 1:
-            raise ValueError("sampling.n > 1 with temperature 0 gives n equal samples; use n = 1")
+            raise ValueError(
+                "sampling.temperature is 0 (greedy), so the n samples of a prompt would be equal; "
+                "use a temperature above 0, or n = 1"
+            )
 
     @property
     def truncates(self) -> bool:
@@ -151,7 +154,7 @@ class Engine:
             raise
 
     async def pull_weights(self, handle: WeightHandle) -> None:
-        """Swap in published weights between two steps; requests in flight go on with the new ones."""
+        """Swap in published weights between two steps; requests in flight go on with them."""
         await self._between_steps(lambda: self._swap(handle))
 
     def close(self) -> None:
@@ -237,7 +240,9 @@ class Engine:
             raise PromptError(f"prompt {index} is empty")
         vocab = self._engine.model_config.get_vocab_size()
         if bad := [i for i in ids if not 0 <= i < vocab]:
-            raise PromptError(f"prompt {index} has token id {bad[0]}; the model knows 0..{vocab - 1}")
+            raise PromptError(
+                f"prompt {index} has token id {bad[0]}; the model knows 0..{vocab - 1}"
+            )
         if len(ids) + sampling.max_tokens > self._config.max_model_len:
             # vLLM would silently cut the completion short.
             raise PromptError(
@@ -330,5 +335,3 @@ def build_llm_engine(model: str, config: EngineConfig, tensor_parallel: int) -> 
         trust_remote_code=False,
     )
     return LLMEngine.from_engine_args(args)
-
-

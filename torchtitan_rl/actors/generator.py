@@ -16,7 +16,7 @@ class VLLMGenerator(Actor, Configurable):
     """An in-process vLLM engine as an actor. Concurrent calls share one continuous batch.
 
     Example:
-        generator = await spawn_generator(VLLMGenerator.Config(), model="outputs/models/tiny", seed=0)
+        generator = await spawn_generator(VLLMGenerator.Config(), model="models/tiny", seed=0)
         completions = await generator.actor.generate.call_one(
             ["47 85"], sampling_config=SamplingConfig(n=4, max_tokens=32)
         )
@@ -24,7 +24,7 @@ class VLLMGenerator(Actor, Configurable):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
-        sampling: SamplingConfig = field(default_factory=SamplingConfig)
+        sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(n=8))
         """How training completions are sampled; a call may override it."""
         engine: EngineConfig = field(default_factory=EngineConfig)
         tensor_parallel_degree: int = 1
@@ -37,8 +37,8 @@ class VLLMGenerator(Actor, Configurable):
                 raise ValueError("generator.tensor_parallel_degree must be at least 1")
             if self.sampling.max_tokens >= self.engine.max_model_len:
                 raise ValueError(
-                    f"generator.sampling.max_tokens ({self.sampling.max_tokens}) leaves no room for "
-                    f"a prompt in generator.engine.max_model_len ({self.engine.max_model_len})"
+                    f"generator.sampling.max_tokens ({self.sampling.max_tokens}) leaves no room "
+                    f"for a prompt in generator.engine.max_model_len ({self.engine.max_model_len})"
                 )
 
     def __init__(self, config: Config, *, model: str, seed: int) -> None:

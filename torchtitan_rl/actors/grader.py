@@ -56,7 +56,9 @@ class Grader(Actor, Configurable):
         return check_rewards(completions, rewards, where)
 
 
-def check_rewards(completions: list[Completion], rewards: Any, where: str) -> list[ScoredCompletion]:
+def check_rewards(
+    completions: list[Completion], rewards: Any, where: str
+) -> list[ScoredCompletion]:
     """Pair completions with what the reward function returned, or say what is wrong with it."""
     try:
         rewards = list(rewards)

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,7 +156,7 @@ def end_all_processes() -> None:
 
 
 def outlive_workers() -> None:
-    """Let a dead worker be an error for whoever waits for it, instead of the end of this process."""
+    """A dead worker is an error for whoever waits for it, not the end of this process."""
     monarch.actor.unhandled_fault_hook = lambda failure: None
 
 
@@ -175,9 +176,9 @@ def per_rank(answers: Any) -> list[Any]:
 
 
 def _python_path() -> str:
-    # Workers do not get this process's sys.path; tasks and plug-ins in the working directory must
-    # be importable there too.
-    return os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH", "")]))
+    # Monarch does not hand on this process's sys.path, and what a task or a plug-in is imported
+    # from must be found in the workers too.
+    return os.pathsep.join(path or os.getcwd() for path in ["", *sys.path])
 
 
 def _free_port() -> int:

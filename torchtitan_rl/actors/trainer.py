@@ -99,7 +99,14 @@ class Trainer(Actor, Configurable):
                 raise ValueError("trainer.max_grad_norm must be positive")
 
     def __init__(
-        self, config: Config, *, model: str, steps: int, checkpoint_folder: str, keep: int, seed: int
+        self,
+        config: Config,
+        *,
+        model: str,
+        steps: int,
+        checkpoint_folder: str,
+        keep: int,
+        seed: int,
     ) -> None:
         self.config = config
         self._model_folder = model

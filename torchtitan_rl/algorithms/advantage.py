@@ -3,20 +3,20 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
-from torchtitan_rl.plugins import resolve
+from torchtitan_rl.plugins import check_arguments, resolve
 from torchtitan_rl.types import ScoredCompletion
 
 AdvantageFn = Callable[..., list[float]]
 
 
 def mean_baseline(group: Sequence[ScoredCompletion]) -> list[float]:
-    """r - mean(r), as in Dr.GRPO: dividing by the spread would favour too easy and too hard prompts."""
+    """r - mean(r), as in Dr.GRPO: dividing by the spread would favour too easy and too hard
+    prompts."""
     rewards = _rewards(group)
-    return (rewards - rewards.mean()).tolist()
+    return (rewards - _mean(rewards)).tolist()
 
 
 def grpo(group: Sequence[ScoredCompletion]) -> list[float]:
@@ -24,22 +24,23 @@ def grpo(group: Sequence[ScoredCompletion]) -> list[float]:
     rewards = _rewards(group)
     if len(rewards) == 1:
         return [0.0]
-    return ((rewards - rewards.mean()) / (rewards.std() + 1e-6)).tolist()
+    return ((rewards - _mean(rewards)) / (rewards.std() + 1e-6)).tolist()
 
 
 def rloo(group: Sequence[ScoredCompletion]) -> list[float]:
-    """Each sample against the mean of the others: (r - mean) * n / (n - 1); 0 for a group of one."""
+    """Each sample against the mean of the others: (r - mean) n / (n - 1); 0 for a group of one."""
     rewards = _rewards(group)
     n = len(rewards)
     if n == 1:
         return [0.0]
-    return ((rewards - rewards.mean()) * n / (n - 1)).tolist()
+    return ((rewards - _mean(rewards)) * n / (n - 1)).tolist()
 
 
 def maxrl(group: Sequence[ScoredCompletion]) -> list[float]:
-    """(r - mean) / mean: the rarer success is, the more it counts. All 0 when the mean is not positive."""
+    """(r - mean) / mean: the rarer success is, the more it counts. All 0 when the mean is not
+    positive."""
     rewards = _rewards(group)
-    mean = rewards.mean()
+    mean = _mean(rewards)
     if mean <= 0:
         return [0.0] * len(rewards)
     return ((rewards - mean) / mean).tolist()
@@ -48,6 +49,11 @@ def maxrl(group: Sequence[ScoredCompletion]) -> list[float]:
 def reward(group: Sequence[ScoredCompletion]) -> list[float]:
     """The reward itself, without a baseline."""
     return _rewards(group).tolist()
+
+
+def _mean(rewards: torch.Tensor) -> torch.Tensor:
+    # Exact for equal rewards: their advantages are 0 and not 1e-17, and the group is dropped.
+    return rewards[0] + (rewards - rewards[0]).mean()
 
 
 def _rewards(group: Sequence[ScoredCompletion]) -> torch.Tensor:
@@ -63,17 +69,22 @@ ADVANTAGES: dict[str, AdvantageFn] = {
 }
 
 
+BASELINES = frozenset(ADVANTAGES) - {"reward"}
+"""Those that compare the samples of a group, so that a group of one teaches nothing."""
+
+
 @dataclass(kw_only=True, slots=True)
 class AdvantageConfig:
     """Which advantage, by name or import path."""
 
     name: str = "mean_baseline"
     """mean_baseline, grpo, rloo, maxrl, reward, or `package.module:function` of your own."""
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    kwargs: dict[str, float | str] = field(default_factory=dict)
     """Keyword arguments of the function."""
 
     def __post_init__(self) -> None:
-        resolve(self.name, ADVANTAGES, what="advantage")
+        function = resolve(self.name, ADVANTAGES, what="advantage")
+        check_arguments(self.name, function, self.kwargs, what="advantage")
 
 
 def group_advantages(
@@ -89,16 +100,19 @@ def group_advantages(
     """
     if not group:
         raise ValueError(f"group {group_id} is empty: a group has at least one completion")
-    advantages = list(resolve(config.name, ADVANTAGES, what="advantage")(group, **config.kwargs))
+    advantages = resolve(config.name, ADVANTAGES, what="advantage")(group, **config.kwargs)
+    who = f"advantage function {config.name!r} returned"
+    if not hasattr(advantages, "__len__"):
+        raise ValueError(f"{who} {advantages!r} for group {group_id}; expected a list of numbers")
     if len(advantages) != len(group):
         raise ValueError(
-            f"advantage function {config.name!r} returned {len(advantages)} values for group "
-            f"{group_id}, which has {len(group)} completions"
+            f"{who} {len(advantages)} values for group {group_id}, which has {len(group)} "
+            "completions"
         )
     for index, value in enumerate(advantages):
-        if not isinstance(value, int | float) or not math.isfinite(value):
+        if not hasattr(value, "__float__") or not math.isfinite(value):
             raise ValueError(
-                f"advantage function {config.name!r} returned {value!r} for completion {index} of "
-                f"group {group_id}; every advantage must be a finite number"
+                f"{who} {value!r} for completion {index} of group {group_id}; every advantage "
+                "must be a finite number"
             )
     return [float(value) for value in advantages]

@@ -6,12 +6,11 @@ the step, g = generator logprob at sampling time, A = advantage. Ratios are comp
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from torchtitan_rl.observability.metrics import Mean, Metrics
-from torchtitan_rl.plugins import resolve
+from torchtitan_rl.plugins import check_arguments, resolve
 
 
 @dataclass(slots=True)
@@ -67,14 +66,16 @@ class LossConfig:
 
     name: str = "grpo"
     """grpo, or `package.module:function` of your own."""
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    kwargs: dict[str, float | str] = field(default_factory=dict)
     """Keyword arguments of the function, such as clip_low and clip_high."""
 
     def __post_init__(self) -> None:
-        resolve(self.name, LOSSES, what="loss")
+        function = resolve(self.name, LOSSES, what="loss")
+        check_arguments(self.name, function, self.kwargs, what="loss")
         for bound in ("clip_low", "clip_high"):
-            if (value := self.kwargs.get(bound, 0.0)) < 0:
-                raise ValueError(f"loss.kwargs.{bound} must not be negative; got {value}")
+            value = self.kwargs.get(bound, 0.0)
+            if not isinstance(value, int | float) or value < 0:
+                raise ValueError(f"loss.kwargs.{bound} must be a number from 0 up; got {value!r}")
 
 
 def token_logprobs(

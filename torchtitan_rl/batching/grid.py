@@ -29,9 +29,7 @@ class Grid:
         return 1 - self.real_tokens / total
 
 
-def make_grid(
-    episodes: Sequence[Episode], *, dp_degree: int, tokens_per_microbatch: int
-) -> Grid:
+def make_grid(episodes: Sequence[Episode], *, dp_degree: int, tokens_per_microbatch: int) -> Grid:
     """Deal the episodes, longest first, to the ranks in turn, and cut each hand into microbatches
     of at most `tokens_per_microbatch` cells, padding included.
 

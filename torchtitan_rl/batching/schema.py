@@ -81,7 +81,7 @@ def microbatch(episodes: Sequence[Episode], fields: Sequence[Field]) -> Microbat
 def validate(
     episodes: Sequence[Episode], *, vocab_size: int | None = None, version: int | None = None
 ) -> None:
-    """Refuse what would fail, or quietly mistrain, on a rank. Runs on the driver, for every batch."""
+    """Refuse what would fail, or quietly mistrain, on a rank. Runs on the driver."""
     for episode in episodes:
         for problem in _problems(episode, vocab_size, version):
             raise ValueError(f"{describe(episode)}: {problem}")
@@ -91,8 +91,10 @@ def _problems(episode: Episode, vocab_size: int | None, version: int | None):
     ids = episode.prompt_token_ids + episode.token_ids
     if not episode.prompt_token_ids:
         yield "the prompt is empty, so its first token has nothing to be predicted from"
-    if min(ids, default=0) < 0 or (vocab_size is not None and max(ids, default=0) >= vocab_size):
-        yield f"a token id lies outside 0..{(vocab_size or 0) - 1}"
+    if min(ids, default=0) < 0:
+        yield f"token id {min(ids)} is negative"
+    if vocab_size is not None and max(ids, default=0) >= vocab_size:
+        yield f"token id {max(ids)} lies outside 0..{vocab_size - 1}"
     for field in FIELDS:
         stream = field.of(episode)
         if stream is not None and len(stream) != len(ids):
@@ -106,7 +108,7 @@ def _problems(episode: Episode, vocab_size: int | None, version: int | None):
     if not episode.temperature > 0:
         yield f"the temperature is {episode.temperature}; greedy samples cannot be trained on"
     if version is not None and episode.policy_version > version:
-        yield f"policy version {episode.policy_version} is from the future; the trainer has {version}"
+        yield f"its policy version {episode.policy_version} is newer than the trainer's {version}"
 
 
 def describe(episode: Episode) -> str:

@@ -25,11 +25,13 @@ class ChatRenderer:
         config = read_hf_config(folder)
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
-        except (OSError, ValueError) as error:
-            raise ModelFolderError(f"no tokenizer can be loaded from {folder}: {error}") from error
-        # By model type: the package's own choice goes by hub names, which a folder does not have.
-        known = {"qwen3": Qwen3RendererConfig(enable_thinking=thinking)}
-        self._renderer = create_renderer(self.tokenizer, known.get(config["model_type"]))
+            # By model type: the package's own choice goes by hub names, which a folder has not.
+            known = {"qwen3": Qwen3RendererConfig(enable_thinking=thinking)}
+            self._renderer = create_renderer(self.tokenizer, known.get(config["model_type"]))
+        except (OSError, ValueError, AssertionError) as error:
+            raise ModelFolderError(
+                f"{folder} has no tokenizer that can render chat messages: {error}"
+            ) from error
 
     def prompt(self, messages: list[Message]) -> list[int]:
         """Token ids of the conversation up to where the model's turn starts."""

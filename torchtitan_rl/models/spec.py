@@ -39,6 +39,8 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
         config = json.loads(path.read_text())
     except json.JSONDecodeError as error:
         raise ModelFolderError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ModelFolderError(f"{path} holds no JSON object")
     architecture = (config.get("architectures") or ["<none>"])[0]
     if architecture not in ARCHITECTURES:
         raise ModelFolderError(
@@ -82,9 +84,11 @@ def check_parallelism(hf: dict[str, Any], *, tensor_parallel: int, who: str) -> 
 def _rope_theta(config: dict[str, Any]) -> float:
     # transformers 5 moved rope_theta into rope_parameters; older folders have it at the top.
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    rope_type = parameters.get("rope_type", "default")
+    rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
     if rope_type != "default":
-        raise ModelFolderError(f"RoPE scaling {rope_type!r} is not supported yet; use a plain model")
+        raise ModelFolderError(
+            f"RoPE scaling {rope_type!r} is not supported yet; use a plain model"
+        )
     return float(parameters.get("rope_theta") or config["rope_theta"])
 
 

@@ -6,6 +6,7 @@ as a real Qwen3's.
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -57,12 +58,14 @@ def byte_tokenizer() -> Tokenizer:
     tokenizer = Tokenizer(BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in CHAT_TOKENS])
+    tokenizer.add_special_tokens(
+        [AddedToken(t, special=True, normalized=False) for t in CHAT_TOKENS]
+    )
     return tokenizer
 
 
 def write_tiny_model(folder: str | Path, *, seed: int) -> Path:
-    """Write a randomly initialised tiny Qwen3 as an HF folder; the same seed gives the same bytes."""
+    """Write a randomly initialised tiny Qwen3 as an HF folder; one seed, always the same bytes."""
     from torchtitan_rl.models.spec import build_on_meta, model_spec
 
     tokenizer = byte_tokenizer()
@@ -92,7 +95,7 @@ def write_tiny_model(folder: str | Path, *, seed: int) -> Path:
             )
         )
         spec = model_spec(temporary)
-        model = build_on_meta(spec).to_empty(device="cpu")
+        model: Any = build_on_meta(spec).to_empty(device="cpu")
         with torch.random.fork_rng(), torch.no_grad():
             torch.manual_seed(seed)
             model.init_weights()

@@ -5,6 +5,7 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -12,6 +13,7 @@ from torchtitan_rl.observability.run_folder import RunFolder
 from torchtitan_rl.observability.sinks import read_metrics
 
 console = Console(highlight=False, soft_wrap=True)
+error_console = Console(highlight=False, soft_wrap=True, stderr=True)
 
 
 class StepProgress:
@@ -62,7 +64,9 @@ def step_line(step: int, values: Mapping[str, float]) -> str:
         parts.append(f"reward {values['reward/all/mean']:.3f}")
         parts.append(f"accuracy {values['accuracy/all/mean']:4.0%}")
         parts.append(f"{values['tokens_per_second']:5.0f} tok/s")
-        parts += [f"{p} {values[f'time/{p}']:.2f} s" for p in ("generate", "grade", "train", "sync")]
+        parts += [
+            f"{p} {values[f'time/{p}']:.2f} s" for p in ("generate", "grade", "train", "sync")
+        ]
     if "eval/accuracy" in values:
         parts.append(f"│ held-out accuracy {values['eval/accuracy']:.1%}")
     return "  ".join(parts)
@@ -76,7 +80,9 @@ def print_summary(folder: RunFolder) -> None:
         if "eval/accuracy" in row
     ]
     before, after = evaluations[0], evaluations[-1]
-    table = Table(title=f"{folder.path.name}: greedy, on held-out prompts", title_justify="left")
+    table = Table(
+        title=f"{escape(folder.path.name)}: greedy, on held-out prompts", title_justify="left"
+    )
     for column in ("", "before", "after", "change"):
         table.add_column(column, justify="right" if column else "left")
     for key in sorted(before.keys() & after.keys()):

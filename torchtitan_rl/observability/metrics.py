@@ -119,7 +119,10 @@ def merge_metrics(many: Iterable[Mapping[str, Metric]]) -> Metrics:
     merged: Metrics = {}
     for metrics in many:
         for name, metric in metrics.items():
-            merged[name] = merged[name].merge(metric) if name in merged else metric
+            try:
+                merged[name] = merged[name].merge(metric) if name in merged else metric
+            except ValueError as error:
+                raise ValueError(f"metric {name!r}: {error}") from error
     return merged
 
 

@@ -59,7 +59,8 @@ class RunFolder:
         return changes
 
     def latest_checkpoint(self) -> int | None:
-        return (find_checkpoints(self.checkpoints) or [None])[-1]
+        found = find_checkpoints(self.checkpoints)
+        return found[-1] if found else None
 
     def log_file(self, who: str) -> str:
         return str(self.logs / f"{who}.log")

@@ -80,7 +80,7 @@ def adapt_torchtitan() -> None:
     replaced, by a module that says what it needs when one of them is used.
     """
     if device_type() == "cpu":
-        torch._utils._get_available_device_type = lambda: "cpu"  # type: ignore[attr-defined]
+        torch._utils._get_available_device_type = lambda: "cpu"
     if importlib.util.find_spec("triton") is None:
         sys.modules.setdefault(_TRITON_KERNELS, _NeedsTriton(_TRITON_KERNELS))
 

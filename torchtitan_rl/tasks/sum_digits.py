@@ -38,6 +38,10 @@ class SumDigits(Task):
                     "task.min_numbers must be at least 1 and at most task.max_numbers; "
                     f"got {self.min_numbers} and {self.max_numbers}"
                 )
+            if not 0 <= self.wrong_demonstrations <= 1:
+                raise ValueError(
+                    f"task.wrong_demonstrations must be in [0, 1]; got {self.wrong_demonstrations}"
+                )
             if self.digits < 1:
                 raise ValueError(f"task.digits must be at least 1; got {self.digits}")
             if not 0 < self.heldout_share < 1:
@@ -75,7 +79,8 @@ class SumDigits(Task):
 
     def _score(self, text: str, expected: int) -> Reward:
         found = _ANSWER.search(text)
-        correct = found is not None and int(found[1]) == expected
+        # Compared as text: the digits are the model's, and may be thousands.
+        correct = found is not None and (found[1].lstrip("0") or "0") == str(expected)
         parts = {
             "exact": float(correct),
             "format": self.config.format_reward * (found is not None),

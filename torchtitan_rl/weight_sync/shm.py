@@ -2,7 +2,7 @@
 
 A `memfd` has no name in the file system, so nothing is left behind when its process dies, however
 it dies. Readers open it through /proc/<pid>/fd. Two buffers let the trainer publish version v+1
-while a generator still reads v; publishing v+2 reuses v's buffer, and whoever still reads v is told.
+while a generator still reads v; publishing v+2 reuses v's buffer, and who still reads v is told.
 """
 
 import mmap
@@ -117,7 +117,10 @@ def _layout(tensors: list[tuple[str, torch.Tensor]]) -> tuple[TensorSlot, ...]:
 def fetch(handle: WeightHandle) -> Iterator[tuple[str, torch.Tensor]]:
     """Views into the mapped snapshot, in publishing order. See `weight_sync.handle.fetch`."""
     check_fresh(handle)
-    data = torch.frombuffer(_mapped(handle.location), dtype=torch.uint8)
+    mapped = _mapped(handle.location)
+    # A page this process wrote to would be its own from then on, and old for ever: drop such pages.
+    mapped.madvise(mmap.MADV_DONTNEED)
+    data = torch.frombuffer(mapped, dtype=torch.uint8)
     for slot in handle.slots:
         raw = data[slot.offset : slot.offset + slot.nbytes]
         yield slot.name, raw.view(slot.dtype).view(slot.shape)
@@ -146,10 +149,12 @@ def _mapped(location: ShmLocation) -> mmap.mmap:
         fd = os.open(path, os.O_RDONLY)
     except OSError as error:
         raise WeightSyncError(
-            f"cannot open the weights of process {location.pid}: {error}. The `shm` transport needs "
-            "trainer and generator on one host, and the trainer alive"
+            f"cannot open the weights of process {location.pid}: {error}. The `shm` transport "
+            "needs trainer and generator on one host, and the trainer alive"
         ) from error
     try:
+        if os.fstat(fd).st_size < location.size:
+            raise StaleHandleError(f"the weights of process {location.pid} are gone")
         # A private mapping: a reader can never write into the snapshot.
         return mmap.mmap(fd, location.size, access=mmap.ACCESS_COPY)
     finally:

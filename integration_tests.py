@@ -1,0 +1,192 @@
+"""Whole runs from the command line, by flavor: a recipe plus overrides, run as a person would.
+
+python integration_tests.py OUT --test_suite cpu --test_name all --ngpu 0
+
+Each flavor leaves its output in OUT/<name>/; a table says which passed, and why one did not.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.table import Table
+
+from torchtitan_rl.observability.console import console
+from torchtitan_rl.observability.sinks import read_metrics
+from torchtitan_rl.plugins import nearest
+
+FLAVOR_TIMEOUT_SECONDS = 900
+
+
+@dataclass(frozen=True, slots=True)
+class Flavor:
+    """One whole run: a recipe and what is overridden."""
+
+    name: str
+    says: str
+    """What it shows, in a line."""
+    arguments: tuple[str, ...]
+    recipe: str = "grpo_sum_digits_tiny"
+    steps: int = 3
+    ngpu: int = 0
+    """GPUs it needs."""
+    quick: bool = False
+    """Part of `make test`."""
+    mismatch: float = 1e-4
+    """Largest difference allowed between trainer and generator logprobs."""
+
+
+# A starting model that takes seconds: enough to know the form, so that rewards differ.
+_SHORT_WARM_START = ("--warm_start.steps", "40", "--warm_start.evaluate_every", "40")
+
+SUITES: dict[str, tuple[Flavor, ...]] = {
+    "cpu": (
+        Flavor("one_rank", "the default: one trainer rank, one generator", ()),
+        Flavor(
+            "two_ranks",
+            "FSDP2 over two gloo ranks",
+            ("--trainer.parallelism.data_parallel_shard_degree", "2", "--trainer.threads", "1"),
+            quick=True,
+        ),
+        Flavor(
+            "temperature",
+            "sampling at another temperature, which the trainer follows",
+            ("--generator.sampling.temperature", "0.7", "--generator.sampling.n", "4"),
+        ),
+        Flavor(
+            "small_microbatches",
+            "many microbatches a step",
+            ("--trainer.tokens_per_microbatch", "256"),
+        ),
+        Flavor("mean_baseline", "Dr.GRPO's advantages", ("--advantage.name", "mean_baseline")),
+        Flavor("std_normalised", "GRPO's own advantages", ("--advantage.name", "grpo")),
+        Flavor("rloo", "leave-one-out advantages", ("--advantage.name", "rloo")),
+        Flavor(
+            "longer_questions",
+            "two to four numbers",
+            ("--task.max_numbers", "4", "--generator.sampling.max_tokens", "40"),
+        ),
+    ),
+    "gpu": (
+        Flavor(
+            "qwen3_0_6b",
+            "Qwen3-0.6B on two GPUs",
+            (),
+            recipe="grpo_sum_digits_qwen3_0_6b",
+            ngpu=2,
+            mismatch=0.5,
+        ),
+        Flavor(
+            "qwen3_1_7b",
+            "Qwen3-1.7B on four GPUs",
+            (),
+            recipe="grpo_sum_digits_qwen3_1_7b",
+            ngpu=4,
+            mismatch=0.5,
+        ),
+    ),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("output_dir", type=Path, help="where the runs write")
+    parser.add_argument("--test_suite", choices=sorted(SUITES), default="cpu")
+    parser.add_argument("--test_name", default="all", help="a flavor, 'all' or 'quick'")
+    parser.add_argument("--ngpu", type=int, default=0, help="GPUs on this machine")
+    options = parser.parse_args(argv)
+    try:
+        flavors = choose(options.test_suite, options.test_name, options.ngpu)
+    except ValueError as error:
+        parser.error(str(error))
+    results = []
+    for flavor in flavors:
+        console.print(f"[bold]{flavor.name}[/]: {flavor.says}")
+        started = time.monotonic()
+        problem = run(flavor, options.output_dir.absolute())
+        results.append((flavor, problem, time.monotonic() - started))
+    show(results)
+    return 1 if any(problem for _, problem, _ in results) else 0
+
+
+def choose(suite: str, name: str, ngpu: int) -> list[Flavor]:
+    """The flavors asked for that this machine can run; asking for none of them is an error."""
+    flavors = [
+        f for f in SUITES[suite] if name == "all" or f.name == name or (name == "quick" and f.quick)
+    ]
+    if not flavors:
+        known = [*(f.name for f in SUITES[suite]), "all", "quick"]
+        raise ValueError(f"unknown test name {name!r} in suite {suite!r}; {nearest(name, known)}")
+    runnable = [f for f in flavors if f.ngpu <= ngpu]
+    if not runnable:
+        raise ValueError(
+            f"these flavors need {min(f.ngpu for f in flavors)} GPUs; --ngpu is {ngpu}"
+        )
+    return runnable
+
+
+def run(flavor: Flavor, output_dir: Path) -> str:
+    """Run a flavor; returns what went wrong, or nothing."""
+    folder = output_dir / flavor.name
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    command = [sys.executable, "-m", "torchtitan_rl.train", "--config", flavor.recipe]
+    command += ["--steps", str(flavor.steps), "--output_dir", str(output_dir)]
+    command += ["--run_name", f"{flavor.name}/run"]
+    if flavor.ngpu == 0:
+        command += [*_SHORT_WARM_START, "--warm_start.cache_dir", str(output_dir / "models")]
+    command += flavor.arguments
+    log = folder / "output.txt"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=Path(__file__).parent,
+            env=os.environ,
+        )
+        try:
+            code = process.wait(FLAVOR_TIMEOUT_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return f"not done after {FLAVOR_TIMEOUT_SECONDS} s; see {log}"
+    if code:
+        return f"exit code {code}; see {log}"
+    return check(flavor, folder / "run")
+
+
+def check(flavor: Flavor, folder: Path) -> str:
+    """What is wrong with what a run wrote, or nothing."""
+    rows = read_metrics(folder / "metrics.jsonl")
+    if [row["step"] for row in rows] != list(range(flavor.steps + 1)):
+        return f"metrics of {flavor.steps} steps expected, found {len(rows)} rows"
+    trained = [row for row in rows if "mismatch/max" in row]
+    if not trained:
+        return "no step trained: all advantages were 0"
+    worst = max(row["mismatch/max"] for row in trained)
+    if not worst <= flavor.mismatch:
+        return f"trainer and generator differ by {worst:.2g}; allowed are {flavor.mismatch:.2g}"
+    if not (folder / "model" / "model.safetensors").is_file():
+        return "no final model was written"
+    return ""
+
+
+def show(results: list[tuple[Flavor, str, float]]) -> None:
+    table = Table()
+    for column in ("flavor", "what it shows", "seconds", "result"):
+        table.add_column(column, justify="right" if column == "seconds" else "left")
+    for flavor, problem, seconds in results:
+        table.add_row(flavor.name, flavor.says, f"{seconds:.0f}", problem or "passed")
+    console.print(table)
+    failed = sum(bool(problem) for _, problem, _ in results)
+    console.print(f"{len(results) - failed} passed, {failed} failed")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
