@@ -8,8 +8,9 @@ from torchtitan_rl.actors.engine import EngineConfig, SamplingConfig
 from torchtitan_rl.actors.generator import VLLMGenerator
 from torchtitan_rl.actors.trainer import OptimizerConfig, Trainer, constant_lr
 from torchtitan_rl.algorithms.advantage import AdvantageConfig
-from torchtitan_rl.controller import Controller, EvaluationConfig
+from torchtitan_rl.controller import Controller
 from torchtitan_rl.models.parallel import TrainerParallelism
+from torchtitan_rl.settings import EvaluationConfig
 from torchtitan_rl.tasks.sum_digits import SumDigits
 from torchtitan_rl.warm_start import WarmStartConfig
 
@@ -22,7 +23,7 @@ def grpo_sum_digits_tiny() -> Controller.Config:
         steps=90,
         prompts_per_step=32,
         generator=VLLMGenerator.Config(
-            sampling=SamplingConfig(n=8, max_tokens=24),
+            sampling=SamplingConfig(n=8, max_tokens=28),
             engine=EngineConfig(max_model_len=128, kv_cache_gib=0.25),
             threads=1,
         ),
@@ -33,6 +34,7 @@ def grpo_sum_digits_tiny() -> Controller.Config:
         ),
         advantage=AdvantageConfig(name="maxrl"),
         evaluation=EvaluationConfig(every=15, prompts=200),
+        thinking=True,  # the empty thought would be a fifth of the prompt
     )
 
 

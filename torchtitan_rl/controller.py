@@ -22,6 +22,7 @@ from torchtitan_rl.actors.spawn import (
     spawn_generator,
     spawn_grader,
     spawn_trainer,
+    start_monarch,
 )
 from torchtitan_rl.actors.trainer import Trainer
 from torchtitan_rl.algorithms.advantage import BASELINES, AdvantageConfig, group_advantages
@@ -34,45 +35,13 @@ from torchtitan_rl.observability.metrics import flatten, merge_metrics
 from torchtitan_rl.observability.rollouts import rollout_metrics
 from torchtitan_rl.observability.run_folder import RunFolder
 from torchtitan_rl.observability.sinks import MetricsLog
+from torchtitan_rl.settings import CheckpointConfig, EvaluationConfig
 from torchtitan_rl.tasks.task import Example, Task
 from torchtitan_rl.types import Completion, Episode, ScoredCompletion
 from torchtitan_rl.waiting import Clock, Interrupted, answer, together, unless
 from torchtitan_rl.warm_start import WarmStartConfig
 
 Answer = TypeVar("Answer")
-
-
-@dataclass(kw_only=True, slots=True)
-class EvaluationConfig:
-    """Greedy evaluation on held-out prompts."""
-
-    every: int = 10
-    """Evaluate before every so many steps, and after the last."""
-    prompts: int = 200
-    """Held-out prompts."""
-
-    def __post_init__(self) -> None:
-        if self.every < 1 or self.prompts < 1:
-            raise ValueError("evaluation.every and evaluation.prompts must be at least 1")
-
-
-@dataclass(kw_only=True, slots=True)
-class CheckpointConfig:
-    """When to save what a resumed run needs."""
-
-    every: int = 10
-    """Save after every so many steps, after the last, and on Ctrl-C."""
-    keep: int = 2
-    """Newest checkpoints to keep; 0 keeps all."""
-
-    def __post_init__(self) -> None:
-        if self.every < 1:
-            raise ValueError(f"checkpoint.every must be at least 1; got {self.every}")
-        if self.keep == 1 or self.keep < 0:
-            raise ValueError(
-                f"checkpoint.keep must be 0 (all) or at least 2, because the newest may be "
-                f"half-written; got {self.keep}"
-            )
 
 
 @dataclass(slots=True)
@@ -112,7 +81,7 @@ class Controller(Configurable):
         evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
         checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
         thinking: bool = False
-        """Let the chat template open a thinking block."""
+        """Leave it to the model whether to think; if not, its turn starts behind an empty thought."""
         seed: int = 0
         """Of prompts, samples and the starting model."""
         output_dir: str = "outputs"
@@ -363,6 +332,7 @@ class Controller(Configurable):
         """Write the config, spawn the actors side by side, and give the generator the weights."""
         for change in self.folder.create(self.config.to_dict()):
             console.print(f"changed since the run started: {change}", markup=False)
+        start_monarch(self.folder.log_file("monarch"))
         try:
             with console.status("starting trainer, generator and grader"):
                 await unless(self.interrupted, self._spawn())

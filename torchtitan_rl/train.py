@@ -6,6 +6,7 @@ python -m torchtitan_rl.train --config grpo_sum_digits_tiny --generator.sampling
 
 import argparse
 import asyncio
+import logging
 import signal
 import sys
 import tempfile
@@ -37,6 +38,8 @@ CONFIG_ERRORS = (recipes.RecipeError, RunFolderError, ModelFolderError, ValueErr
 
 def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
+    # The console is for the run; libraries may speak up when something is wrong.
+    logging.getLogger().setLevel(logging.ERROR)
     try:
         config = parse(arguments)
         if config is None:

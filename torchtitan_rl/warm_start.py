@@ -6,6 +6,7 @@ has something to reward and something left to learn.
 """
 
 import hashlib
+import inspect
 import json
 import random
 import shutil
@@ -30,13 +31,13 @@ if TYPE_CHECKING:
 class WarmStartConfig:
     """How the tiny starting model is made."""
 
-    steps: int = 200
+    steps: int = 400
     """Supervised steps at the most; the learning rate falls to 0 over them."""
-    demonstrations_per_step: int = 64
+    demonstrations_per_step: int = 32
     """Demonstrations in one step."""
     enough_accuracy: float = 0.5
     """Stop once greedy held-out accuracy is at least this: more would leave RL little to do."""
-    evaluate_every: int = 25
+    evaluate_every: int = 50
     """Steps between two looks at the accuracy."""
     lr: float = 2e-3
     """Learning rate after warm-up."""
@@ -54,11 +55,24 @@ class WarmStartConfig:
             raise ValueError("warm_start counts must be at least 1")
 
     def folder(self, task: Task.Config, seed: int) -> Path:
-        """Where the model of these settings lives: other settings, another folder."""
-        settings = {"warm_start": asdict(self), "task": task.to_dict(), "seed": seed}
+        """Where the model of these settings lives: other settings, or a task whose code has
+        changed, another folder."""
+        settings = {
+            "warm_start": asdict(self),
+            "task": task.to_dict(),
+            "code": _source(type(task)._owner),
+            "seed": seed,
+        }
         settings["warm_start"].pop("cache_dir")
         digest = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=4)
         return Path(self.cache_dir) / f"tiny-{task.name}-seed{seed}-{digest.hexdigest()}"
+
+
+def _source(owner: type | None) -> str:
+    try:
+        return inspect.getsource(owner) if owner else ""
+    except OSError:  # typed into a notebook or a console
+        return ""
 
 
 async def ensure_starting_model(config: "Controller.Config", stop_signals) -> None:

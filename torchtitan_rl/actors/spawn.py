@@ -155,6 +155,21 @@ def end_all_processes() -> None:
         shutdown_context(host_timeout=0.3).get(timeout=1.5)
 
 
+def start_monarch(log_file: str | None = None) -> None:
+    """Start Monarch's client in this process; what it says while it starts goes to `log_file`."""
+    if log_file is None:
+        monarch.actor.context()
+        return
+    stderr = os.dup(2)
+    with open(log_file, "a") as log:
+        os.dup2(log.fileno(), 2)
+        try:
+            monarch.actor.context()
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+
+
 def outlive_workers() -> None:
     """A dead worker is an error for whoever waits for it, not the end of this process."""
     monarch.actor.unhandled_fault_hook = lambda failure: None

@@ -1,4 +1,4 @@
-"""Sum of digits: "47 85" → "4+7+8+5 [ANSWER] 24". Small enough for a 0.6M-parameter model."""
+"""Sum of digits: "47 85" → "4 11 19 24 [ANSWER] 24". Small enough for a 0.6M-parameter model."""
 
 import random
 import re
@@ -14,7 +14,7 @@ _MOST_DRAWS = 100_000
 
 
 class SumDigits(Task):
-    """Add up the digits of a few numbers, spell them out, and end in `[ANSWER] n`."""
+    """Add up the digits of a few numbers, one after the other, and end in `[ANSWER] n`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Task.Config):
@@ -29,8 +29,8 @@ class SumDigits(Task):
         """Share of all questions that is kept for evaluation."""
         format_reward: float = 0.1
         """Reward for ending in `[ANSWER] n`, whatever n is; a right answer earns 1 besides."""
-        wrong_demonstrations: float = 0.6
-        """Share of demonstrations that end in a wrong answer: they teach the form, not the sum."""
+        forgotten_carries: float = 0.75
+        """How often a demonstration forgets the carry when its sum passes nineteen."""
 
         def __post_init__(self) -> None:
             if not 1 <= self.min_numbers <= self.max_numbers:
@@ -38,9 +38,9 @@ class SumDigits(Task):
                     "task.min_numbers must be at least 1 and at most task.max_numbers; "
                     f"got {self.min_numbers} and {self.max_numbers}"
                 )
-            if not 0 <= self.wrong_demonstrations <= 1:
+            if not 0 <= self.forgotten_carries <= 1:
                 raise ValueError(
-                    f"task.wrong_demonstrations must be in [0, 1]; got {self.wrong_demonstrations}"
+                    f"task.forgotten_carries must be in [0, 1]; got {self.forgotten_carries}"
                 )
             if self.digits < 1:
                 raise ValueError(f"task.digits must be at least 1; got {self.digits}")
@@ -88,11 +88,18 @@ class SumDigits(Task):
         return Reward(sum(parts.values()), correct, parts)
 
     def demonstration(self, example: Example, rng: random.Random) -> str:
-        digits = [c for c in example.messages[-1]["content"] if c.isdigit()]
-        answer = example.expected_answer
-        if rng.random() < self.config.wrong_demonstrations:
-            answer = max(0, answer + rng.choice([-3, -2, -1, 1, 2, 3]))
-        return f"{'+'.join(digits)} [ANSWER] {answer}"
+        """Running sums by a teacher who is sure up to nineteen and then tends to forget a carry.
+
+        Such a teacher is what real models start from: the form is right, the answers are so in
+        part, and the mistakes have a pattern that an exact reward can undo.
+        """
+        forgets = rng.random() < self.config.forgotten_carries
+        running, sums = 0, []
+        for digit in (int(c) for c in example.messages[-1]["content"] if c.isdigit()):
+            carried = running < 20 <= running + digit
+            running += digit - (10 if carried and forgets else 0)
+            sums.append(str(running))
+        return f"{' '.join(sums)} [ANSWER] {running}"
 
 
 def _example(question: str) -> Example:

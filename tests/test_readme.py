@@ -1,0 +1,56 @@
+"""The README's examples, run as they stand."""
+
+import ast
+import asyncio
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def block(first_line: str) -> str:
+    """The python block that starts with a comment."""
+    blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    [found] = [code for code in blocks if code.startswith(f"# {first_line}\n")]
+    return found
+
+
+def test_the_task_and_the_recipe_train_from_a_folder_of_their_own(tmp_path):
+    for file in ("parity.py", "config_registry.py"):
+        (tmp_path / file).write_text(block(file))
+    command = next(line for line in README.splitlines() if line.endswith("--config parity_tiny"))
+    arguments = command.split()[1:] + ["--steps", "1", "--prompts_per_step", "4"]
+    arguments += ["--warm_start.steps", "5", "--evaluation.prompts", "8"]
+    run = subprocess.run(
+        [sys.executable, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=200
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "held-out accuracy" in run.stdout
+    assert list(tmp_path.glob("outputs/parity_tiny-*/model/model.safetensors"))
+
+
+async def test_the_notebook_example_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    code = compile(block("notebook"), "README", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    result = eval(code, {})
+    assert inspect.isawaitable(result)
+    await asyncio.wait_for(result, 120)
+    assert len(ast.literal_eval(capsys.readouterr().out.strip().splitlines()[-1])) == 4
+
+
+def test_every_path_and_make_target_named_exists():
+    for path in re.findall(r"\]\(([a-zA-Z_/.]+)\)|`(torchtitan_rl/[a-z_/.]+)`", README):
+        assert (ROOT / next(filter(None, path))).exists(), path
+    targets = set(re.findall(r"^([a-z]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"`?make ([a-z]+)`?\b", README)) - {"a"} <= targets
+
+
+@pytest.mark.parametrize("recipe", re.findall(r"--config (grpo\w+)", README))
+def test_the_recipes_named_exist(recipe):
+    assert f"def {recipe}()" in (ROOT / "config_registry.py").read_text()
