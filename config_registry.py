@@ -20,7 +20,7 @@ def grpo_sum_digits_tiny() -> Controller.Config:
     return Controller.Config(
         warm_start=WarmStartConfig(),
         task=SumDigits.Config(max_numbers=2),
-        steps=90,
+        steps=120,
         prompts_per_step=32,
         generator=VLLMGenerator.Config(
             sampling=SamplingConfig(n=8, max_tokens=28),
@@ -28,8 +28,8 @@ def grpo_sum_digits_tiny() -> Controller.Config:
             threads=1,
         ),
         trainer=Trainer.Config(
-            optimizer=OptimizerConfig(lr=1.5e-4, betas=(0.9, 0.99)),
-            lr_scheduler=constant_lr(warmup_steps=20),
+            optimizer=OptimizerConfig(lr=1e-4, betas=(0.9, 0.99)),
+            lr_scheduler=constant_lr(warmup_steps=10),
             threads=2,
         ),
         advantage=AdvantageConfig(name="maxrl"),

@@ -42,8 +42,11 @@ class Flavor:
     """Largest difference allowed between trainer and generator logprobs."""
 
 
-# A starting model that takes seconds: enough to know the form, so that rewards differ.
-_SHORT_WARM_START = ("--warm_start.steps", "40", "--warm_start.evaluate_every", "40")
+# Enough imitation to know the form, so that rewards differ; the rest as small as it can be.
+_SHORT = (
+    *("--warm_start.steps", "60", "--warm_start.evaluate_every", "60"),
+    *("--evaluation.prompts", "32", "--prompts_per_step", "16"),
+)
 
 SUITES: dict[str, tuple[Flavor, ...]] = {
     "cpu": (
@@ -140,7 +143,7 @@ def run(flavor: Flavor, output_dir: Path) -> str:
     command += ["--steps", str(flavor.steps), "--output_dir", str(output_dir)]
     command += ["--run_name", f"{flavor.name}/run"]
     if flavor.ngpu == 0:
-        command += [*_SHORT_WARM_START, "--warm_start.cache_dir", str(output_dir / "models")]
+        command += [*_SHORT, "--warm_start.cache_dir", str(output_dir / "models")]
     command += flavor.arguments
     log = folder / "output.txt"
     with log.open("w") as output:

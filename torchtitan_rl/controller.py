@@ -35,6 +35,7 @@ from torchtitan_rl.observability.metrics import flatten, merge_metrics
 from torchtitan_rl.observability.rollouts import rollout_metrics
 from torchtitan_rl.observability.run_folder import RunFolder
 from torchtitan_rl.observability.sinks import MetricsLog
+from torchtitan_rl.platform import check_gpus
 from torchtitan_rl.settings import CheckpointConfig, EvaluationConfig
 from torchtitan_rl.tasks.task import Example, Task
 from torchtitan_rl.types import Completion, Episode, ScoredCompletion
@@ -81,7 +82,7 @@ class Controller(Configurable):
         evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
         checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
         thinking: bool = False
-        """Leave it to the model whether to think; if not, its turn starts behind an empty thought."""
+        """Leave it to the model whether to think; else its turn starts behind an empty thought."""
         seed: int = 0
         """Of prompts, samples and the starting model."""
         output_dir: str = "outputs"
@@ -127,6 +128,11 @@ class Controller(Configurable):
             return self.generator.sampling.n
 
         @property
+        def gpus(self) -> int:
+            """GPUs a run takes on a CUDA machine: the trainer's, then the generator's."""
+            return self.trainer.parallelism.world_size + self.generator.tensor_parallel_degree
+
+        @property
         def model_folder(self) -> Path:
             if self.model or self.warm_start is None:
                 return Path(self.model).absolute()
@@ -136,6 +142,7 @@ class Controller(Configurable):
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        check_gpus(config.gpus)
         model_spec(config.model_folder)  # says what is wrong with the folder, if anything is
         hf_config = read_hf_config(config.model_folder)
         for who, degree in (
@@ -347,6 +354,7 @@ class Controller(Configurable):
     async def _spawn(self) -> None:
         config, folder = self.config, self.folder
         model = str(config.model_folder)
+        trainer_gpus = config.trainer.parallelism.world_size
         trainer = spawn_trainer(
             config.trainer,
             model=model,
@@ -355,10 +363,15 @@ class Controller(Configurable):
             keep=config.checkpoint.keep,
             seed=config.seed,
             resume=config.resume,
+            gpus=range(trainer_gpus),
             log_file=folder.log_file("trainer"),
         )
         generator = spawn_generator(
-            config.generator, model=model, seed=config.seed, log_file=folder.log_file("generator")
+            config.generator,
+            model=model,
+            seed=config.seed,
+            gpus=range(trainer_gpus, config.gpus),
+            log_file=folder.log_file("generator"),
         )
         grader = spawn_grader(config.grader, config.task, log_file=folder.log_file("grader"))
         self.trainer, self.generator, self.grader = await together(

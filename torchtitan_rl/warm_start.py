@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 class WarmStartConfig:
     """How the tiny starting model is made."""
 
-    steps: int = 400
+    steps: int = 450
     """Supervised steps at the most; the learning rate falls to 0 over them."""
     demonstrations_per_step: int = 32
     """Demonstrations in one step."""
     enough_accuracy: float = 0.5
     """Stop once greedy held-out accuracy is at least this: more would leave RL little to do."""
-    evaluate_every: int = 50
+    evaluate_every: int = 25
     """Steps between two looks at the accuracy."""
     lr: float = 2e-3
     """Learning rate after warm-up."""

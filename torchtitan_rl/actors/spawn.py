@@ -8,6 +8,7 @@ import contextlib
 import os
 import socket
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,10 +58,15 @@ class Spawned:
 
 
 async def spawn_generator(
-    config: VLLMGenerator.Config, *, model: str, seed: int, log_file: str | None = None
+    config: VLLMGenerator.Config,
+    *,
+    model: str,
+    seed: int,
+    gpus: Sequence[int] | None = None,
+    log_file: str | None = None,
 ) -> Spawned:
     """A generator that has loaded the HF folder `model` and is ready to sample."""
-    env = worker_env(config.threads, role="generator")
+    env = worker_env(config.threads, role="generator", gpus=gpus)
     generator = await spawn(
         VLLMGenerator, config, model=str(model), seed=seed, env=env, log_file=log_file
     )
@@ -84,6 +90,7 @@ async def spawn_trainer(
     keep: int = 2,
     seed: int = 0,
     resume: bool = False,
+    gpus: Sequence[int] | None = None,
     log_file: str | None = None,
 ) -> Spawned:
     """A trainer that has loaded its weights: from its latest checkpoint or from `model`."""
@@ -97,7 +104,7 @@ async def spawn_trainer(
         checkpoint_folder=str(checkpoint_folder),
         keep=keep,
         seed=seed,
-        env=worker_env(threads, role="trainer"),
+        env=worker_env(threads, role="trainer", gpus=gpus),
         processes=ranks,
         distributed=True,
         log_file=log_file,

@@ -9,6 +9,7 @@ import importlib.util
 import os
 import sys
 import types
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, Literal
 
@@ -43,8 +44,14 @@ def resolve_dtype(dtype: Dtype) -> Literal["float32", "bfloat16"]:
     return "float32" if device_type() == "cpu" else "bfloat16"
 
 
-def worker_env(threads: int, *, role: Literal["trainer", "generator", "grader"]) -> dict[str, str]:
-    """Environment of one worker process. `threads` = 0 means all cores of this machine.
+def worker_env(
+    threads: int,
+    *,
+    role: Literal["trainer", "generator", "grader"],
+    gpus: Sequence[int] | None = None,
+) -> dict[str, str]:
+    """Environment of one worker process. `threads` = 0 means all cores of this machine; `gpus` are
+    those its mesh may see, None for all.
 
     Thread counts are set before the process starts, because OpenMP reads them once. Idle OpenMP
     threads must sleep, not spin: in a synchronous run the trainer's threads would otherwise steal
@@ -60,6 +67,8 @@ def worker_env(threads: int, *, role: Literal["trainer", "generator", "grader"])
         "HF_HUB_OFFLINE": "1",
         "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "1s",
     }
+    if gpus is not None and device_type() == "cuda":
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
     if role == "generator":
         env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         env["VLLM_LOGGING_LEVEL"] = os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")
@@ -70,6 +79,16 @@ def worker_env(threads: int, *, role: Literal["trainer", "generator", "grader"])
             env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
             env["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "0"
     return env
+
+
+def check_gpus(needed: int) -> None:
+    """On a CUDA machine, trainer and generator each need GPUs of their own."""
+    if device_type() == "cuda" and torch.cuda.device_count() < needed:
+        raise ValueError(
+            f"the trainer's and generator's parallelism needs {needed} GPUs; this machine has "
+            f"{torch.cuda.device_count()}: lower trainer.parallelism or "
+            "generator.tensor_parallel_degree"
+        )
 
 
 def adapt_torchtitan() -> None:

@@ -29,7 +29,7 @@ class SumDigits(Task):
         """Share of all questions that is kept for evaluation."""
         format_reward: float = 0.1
         """Reward for ending in `[ANSWER] n`, whatever n is; a right answer earns 1 besides."""
-        forgotten_carries: float = 0.75
+        forgotten_carries: float = 0.7
         """How often a demonstration forgets the carry when its sum passes nineteen."""
 
         def __post_init__(self) -> None:
