@@ -17,7 +17,7 @@ help: ## List the targets.
 install: ## Make .venv with everything needed; does nothing when it is up to date.
 	@scripts/install.sh "$(PLATFORM)"
 
-# `exec`: no shell between make and python, so Ctrl-C reaches one process, once.
+# `exec`: no shell is left between make and python.
 train: install ## Train: make train CONFIG=<recipe> ARGS='--steps 20'
 	@exec $(PY) -m torchtitan_rl.train --config $(CONFIG) $(ARGS)
 

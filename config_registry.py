@@ -20,7 +20,7 @@ def grpo_sum_digits_tiny() -> Controller.Config:
     return Controller.Config(
         warm_start=WarmStartConfig(),
         task=SumDigits.Config(max_numbers=2),
-        steps=120,
+        steps=60,
         prompts_per_step=32,
         generator=VLLMGenerator.Config(
             sampling=SamplingConfig(n=8, max_tokens=28),
@@ -64,7 +64,11 @@ def _qwen3(
 ) -> Controller.Config:
     return Controller.Config(
         model=f"models/{name}",
-        task=SumDigits.Config(min_numbers=2, max_numbers=4, digits=3),
+        task=SumDigits.Config(
+            digits=3,
+            instructions="Add up all digits of the numbers. Write the running sums, then "
+            "'[ANSWER] ' and the total.",
+        ),
         steps=200,
         prompts_per_step=64,
         generator=VLLMGenerator.Config(
@@ -78,6 +82,7 @@ def _qwen3(
             parallelism=TrainerParallelism(
                 data_parallel_shard_degree=shard, tensor_parallel_degree=tp
             ),
+            tokens_per_microbatch=4096,
             activation_checkpoint="full" if recompute else "none",
         ),
         evaluation=EvaluationConfig(every=20, prompts=256),

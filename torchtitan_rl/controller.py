@@ -25,7 +25,7 @@ from torchtitan_rl.actors.spawn import (
     start_monarch,
 )
 from torchtitan_rl.actors.trainer import Trainer
-from torchtitan_rl.algorithms.advantage import BASELINES, AdvantageConfig, group_advantages
+from torchtitan_rl.algorithms.advantage import BASELINES, AdvantageConfig
 from torchtitan_rl.batching.grid import make_grid
 from torchtitan_rl.batching.schema import validate
 from torchtitan_rl.models.render import ChatRenderer
@@ -36,23 +36,14 @@ from torchtitan_rl.observability.rollouts import rollout_metrics
 from torchtitan_rl.observability.run_folder import RunFolder
 from torchtitan_rl.observability.sinks import MetricsLog
 from torchtitan_rl.platform import check_gpus
+from torchtitan_rl.rollout import Group, UntrainableSteps, make_episodes
 from torchtitan_rl.settings import CheckpointConfig, EvaluationConfig
 from torchtitan_rl.tasks.task import Example, Task
-from torchtitan_rl.types import Completion, Episode, ScoredCompletion
+from torchtitan_rl.types import Completion, Episode
 from torchtitan_rl.waiting import Clock, Interrupted, answer, together, unless
 from torchtitan_rl.warm_start import WarmStartConfig
 
 Answer = TypeVar("Answer")
-
-
-@dataclass(slots=True)
-class Group:
-    """The samples of one prompt. Its id is unique in the run."""
-
-    id: str
-    example: Example
-    prompt_token_ids: list[int]
-    scored: list[ScoredCompletion] = field(default_factory=list)
 
 
 class Controller(Configurable):
@@ -93,6 +84,8 @@ class Controller(Configurable):
         """Continue the run in output_dir/run_name from its latest checkpoint."""
         deadline_seconds: float = 1800.0
         """Longest wait for any one answer of an actor."""
+        most_untrainable_steps: int = 20
+        """Stop after so many steps in a row in which no group had differing rewards."""
 
         def __post_init__(self) -> None:
             for name in ("steps", "prompts_per_step", "deadline_seconds"):
@@ -136,12 +129,16 @@ class Controller(Configurable):
         def model_folder(self) -> Path:
             if self.model or self.warm_start is None:
                 return Path(self.model).absolute()
-            return self.warm_start.folder(self.task, self.seed).absolute()
+            return self.warm_start.folder(
+                self.task, seed=self.seed, thinking=self.thinking
+            ).absolute()
 
     config: Config
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        if not config.run_name:
+            raise ValueError("run_name is empty: name the folder of the run under output_dir")
         check_gpus(config.gpus)
         model_spec(config.model_folder)  # says what is wrong with the folder, if anything is
         hf_config = read_hf_config(config.model_folder)
@@ -158,6 +155,7 @@ class Controller(Configurable):
         self.spawned: list[Spawned] = []
         self.steps_done = 0
         self.policy_version = 0
+        self.untrainable = UntrainableSteps(config.most_untrainable_steps)
         self.interrupted = asyncio.Event()
 
     # ---- the run ------------------------------------------------------------------------------
@@ -170,10 +168,14 @@ class Controller(Configurable):
             with StepProgress("training", total=config.steps, done=first) as progress:
                 for step in range(first, config.steps):
                     values = await self.step(step)
+                    # Logged before it is saved: a run killed in between repeats the step, and
+                    # drops the line, where the other order would lose it.
                     log.write(step, values)
                     progress.advance(step_line(step, values))
                     if self.interrupted.is_set():
                         raise Interrupted
+                    if self.steps_done % config.checkpoint.every == 0:
+                        await self.save()
             log.write(config.steps, await unless(self.interrupted, self.evaluate()))
         except Interrupted:
             await self.save()
@@ -186,9 +188,10 @@ class Controller(Configurable):
 
     async def step(self, step: int) -> dict[str, float]:
         """One synchronous step; returns what to log. Interruptible until training starts."""
-        clock, stop = Clock(), self.interrupted
+        clock, stop, config = Clock(), self.interrupted, self.config
+        heat = config.generator.sampling.temperature
         evaluation: dict[str, float] = {}
-        if step % self.config.evaluation.every == 0:
+        if step % config.evaluation.every == 0:
             with clock("evaluate"):
                 evaluation = await unless(stop, self.evaluate())
         started = time.perf_counter()
@@ -198,8 +201,9 @@ class Controller(Configurable):
             completions = await unless(stop, self.generate(groups))
         with clock("grade"):
             await unless(stop, self.grade(groups, completions))
-        episodes = self.episodes(groups)
+        episodes = make_episodes(groups, config.advantage, task=self.task.name, temperature=heat)
         training: dict[str, float] = {}
+        self.untrainable.count(groups, episodes)
         with clock("train"):
             if episodes:
                 training = await self.train(episodes)
@@ -207,9 +211,6 @@ class Controller(Configurable):
         with clock("sync"):
             if episodes:
                 await self.sync_weights()
-        with clock("checkpoint"):
-            if self.steps_done % self.config.checkpoint.every == 0:
-                await self.save()
 
         seconds = time.perf_counter() - started
         scored = [sample for group in groups for sample in group.scored]
@@ -261,32 +262,9 @@ class Controller(Configurable):
             )
             for i, group in enumerate(groups)
         ]
-        for group, call in zip(groups, calls, strict=True):
-            group.scored = await self.answer(f"the grader to score group {group.id}", call)
-
-    def episodes(self, groups: list[Group]) -> list[Episode]:
-        """What the trainer learns from; a group whose advantages are all 0 would teach nothing."""
-        episodes = []
-        for group in groups:
-            advantages = group_advantages(self.config.advantage, group.scored, group.id)
-            if any(advantages):
-                pairs = zip(group.scored, advantages, strict=True)
-                episodes += [self.episode(group, scored, a) for scored, a in pairs]
-        return episodes
-
-    def episode(self, group: Group, scored: ScoredCompletion, advantage: float) -> Episode:
-        completion = scored.completion
-        return Episode(
-            policy_version=completion.policy_version,
-            prompt_token_ids=completion.prompt_token_ids,
-            token_ids=completion.token_ids,
-            token_logprobs=completion.token_logprobs,
-            reward=scored.reward,
-            advantage=advantage,
-            task=self.task.name,
-            group_id=group.id,
-            temperature=self.config.generator.sampling.temperature,
-        )
+        scores = await self.answer("the grader to score", together(*calls))
+        for group, scored in zip(groups, scores, strict=True):
+            group.scored = scored
 
     async def train(self, episodes: list[Episode]) -> dict[str, float]:
         """One optimizer step on these episodes."""
@@ -342,7 +320,8 @@ class Controller(Configurable):
         start_monarch(self.folder.log_file("monarch"))
         try:
             with console.status("starting trainer, generator and grader"):
-                await unless(self.interrupted, self._spawn())
+                starting = self.answer("trainer, generator and grader to start", self._spawn())
+                await unless(self.interrupted, starting)
             done = await self.answer("the trainer", self.trainer.actor.steps_done.call())
             self.steps_done = per_rank(done)[0]
             await self.sync_weights()
@@ -373,7 +352,9 @@ class Controller(Configurable):
             gpus=range(trainer_gpus, config.gpus),
             log_file=folder.log_file("generator"),
         )
-        grader = spawn_grader(config.grader, config.task, log_file=folder.log_file("grader"))
+        grader = spawn_grader(
+            config.grader, config.task, seed=config.seed, log_file=folder.log_file("grader")
+        )
         self.trainer, self.generator, self.grader = await together(
             *(self._owned(spawning) for spawning in (trainer, generator, grader))
         )

@@ -11,29 +11,27 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import tyro
+from monarch.actor import ActorError
 from rich.markup import escape
 from rich.table import Table
 
 from torchtitan_rl import recipes
 from torchtitan_rl.actors.spawn import end_all_processes
 from torchtitan_rl.controller import Controller
-from torchtitan_rl.models.spec import ModelFolderError
 from torchtitan_rl.models.tiny import write_tiny_model
 from torchtitan_rl.observability.console import console, error_console
-from torchtitan_rl.observability.run_folder import RunFolderError
 from torchtitan_rl.waiting import Interrupted
 from torchtitan_rl.warm_start import ensure_starting_model
 
-GRACE_SECONDS = 2.0
+GRACE_SECONDS = 1.5
 """After Ctrl-C: time to finish the training step under way and to save."""
-
-CONFIG_ERRORS = (recipes.RecipeError, RunFolderError, ModelFolderError, ValueError)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -45,29 +43,36 @@ def main(argv: list[str] | None = None) -> int:
         if config is None:
             return 0
         check(config)
-    except CONFIG_ERRORS as error:
+    except ValueError as error:
         error_console.print(f"[bold red]error[/]: {escape(str(error))}")
         return 2
     except KeyboardInterrupt:
         return 130
-    again = f"the same command with --run_name {config.run_name} --resume continues"
+    folder = Path(config.output_dir) / config.run_name
     try:
         asyncio.run(train(config))
     except Interrupted:
-        console.print(f"stopped; {again}", markup=False)
+        console.print(f"stopped; {how_to_go_on(folder)}", markup=False)
         return 130
     except (KeyboardInterrupt, asyncio.CancelledError):
-        console.print(f"stopped at once, the latest checkpoint counts; {again}", markup=False)
+        console.print(f"stopped at once; {how_to_go_on(folder)}", markup=False)
         return 130
     except Exception as error:
-        error_console.print(f"[bold red]the run failed[/]: {escape(str(error))}")
-        error_console.print(
-            f"logs: {config.output_dir}/{config.run_name}/logs; {again}", markup=False
-        )
+        kind = "" if isinstance(error, RuntimeError | ActorError) else f"{type(error).__name__}: "
+        error_console.print(f"[bold red]the run failed[/]: {kind}{escape(str(error))}")
+        if (folder / "logs").is_dir():
+            (folder / "logs" / "controller.log").write_text(traceback.format_exc())
+        error_console.print(f"logs: {folder}/logs; {how_to_go_on(folder)}", markup=False)
         return 1
     finally:
         end_all_processes()
     return 0
+
+
+def how_to_go_on(folder: Path) -> str:
+    if (folder / "config.json").exists():
+        return f"the same command with --run_name {folder.name} --resume continues"
+    return "the same command starts again: the run itself had not begun"
 
 
 def parse(arguments: list[str]) -> Controller.Config | None:
@@ -128,6 +133,7 @@ def stop_signals(controller: Controller) -> Iterator[None]:
     """Ctrl-C and SIGTERM stop the run in order; a second one, or a hang, stops it at once."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
+    timers: list[asyncio.TimerHandle] = []
 
     def on_signal() -> None:
         if controller.interrupted.is_set():
@@ -135,7 +141,7 @@ def stop_signals(controller: Controller) -> Iterator[None]:
             return
         console.print("stopping (once more: at once) ...", markup=False)
         controller.interrupted.set()
-        loop.call_later(GRACE_SECONDS, task.cancel)
+        timers.append(loop.call_later(GRACE_SECONDS, task.cancel))
 
     numbers = (signal.SIGINT, signal.SIGTERM)
     for number in numbers:
@@ -143,6 +149,8 @@ def stop_signals(controller: Controller) -> Iterator[None]:
     try:
         yield
     finally:
+        for timer in timers:
+            timer.cancel()
         for number in numbers:
             loop.remove_signal_handler(number)
 

@@ -1,4 +1,4 @@
-"""What travels between actors: Completion, ScoredCompletion, Episode. Nothing else does."""
+"""What passes from stage to stage of a step: Completion, ScoredCompletion, Episode."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal

@@ -10,6 +10,7 @@ import inspect
 import json
 import random
 import shutil
+import tempfile
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +18,8 @@ from typing import TYPE_CHECKING
 from torchtitan.components.optimizer import LRSchedulersContainer
 
 from torchtitan_rl.actors.trainer import OptimizerConfig, Trainer
-from torchtitan_rl.models.tiny import write_tiny_model
+from torchtitan_rl.algorithms.policy_loss import LossConfig
+from torchtitan_rl.models.tiny import TINY_QWEN3, write_tiny_model
 from torchtitan_rl.observability.console import StepProgress, console
 from torchtitan_rl.tasks.task import Task
 from torchtitan_rl.types import Episode
@@ -25,6 +27,10 @@ from torchtitan_rl.waiting import Interrupted
 
 if TYPE_CHECKING:
     from torchtitan_rl.controller import Controller
+
+
+LEAST_ACCURACY = 0.1
+"""Below this many groups have no sample to reward."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -54,13 +60,15 @@ class WarmStartConfig:
         if min(self.steps, self.demonstrations_per_step, self.evaluate_every) < 1:
             raise ValueError("warm_start counts must be at least 1")
 
-    def folder(self, task: Task.Config, seed: int) -> Path:
+    def folder(self, task: Task.Config, *, seed: int, thinking: bool) -> Path:
         """Where the model of these settings lives: other settings, or a task whose code has
         changed, another folder."""
         settings = {
             "warm_start": asdict(self),
             "task": task.to_dict(),
             "code": _source(type(task)._owner),
+            "model": TINY_QWEN3,
+            "thinking": thinking,
             "seed": seed,
         }
         settings["warm_start"].pop("cache_dir")
@@ -83,24 +91,27 @@ async def ensure_starting_model(config: "Controller.Config", stop_signals) -> No
 
     folder = config.model_folder
     console.print(f"making the starting model {folder.name} (kept for the next runs)")
-    work = folder.parent / f".{folder.name}-work"
-    shutil.rmtree(work, ignore_errors=True)
-    write_tiny_model(work / "random", seed=config.seed)
-    supervised = replace(
-        config,
-        model=str(work / "random"),
-        steps=config.warm_start.steps,
-        trainer=supervised_trainer(config),
-        output_dir=str(work),
-        run_name="run",
-        resume=False,
-    )
-    controller = Controller(supervised)
-    with stop_signals(controller):
-        async with controller:
-            accuracy = await imitate(controller, config.warm_start)
-            await controller.export(folder)
-    shutil.rmtree(work, ignore_errors=True)
+    # A folder of its own: two runs may make the same model side by side.
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        write_tiny_model(work / "random", seed=config.seed)
+        supervised = replace(
+            config,
+            model=str(work / "random"),
+            steps=config.warm_start.steps,
+            trainer=supervised_trainer(config),
+            output_dir=str(work),
+            run_name="run",
+            resume=False,
+        )
+        controller = Controller(supervised)
+        with stop_signals(controller):
+            async with controller:
+                accuracy = await imitate(controller, config.warm_start)
+                await controller.export(folder)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
     console.print(f"starting model ready: greedy held-out accuracy {accuracy:.1%}")
 
 
@@ -109,6 +120,7 @@ def supervised_trainer(config: "Controller.Config") -> Trainer.Config:
     assert warm is not None
     return replace(
         config.trainer,
+        loss=LossConfig(),
         optimizer=OptimizerConfig(lr=warm.lr, betas=(0.9, 0.99)),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=warm.warmup_steps),
     )
@@ -132,6 +144,12 @@ async def imitate(controller: "Controller", warm: WarmStartConfig) -> float:
                 break
             if controller.interrupted.is_set():
                 raise Interrupted
+    if accuracy < LEAST_ACCURACY:
+        console.print(
+            f"warning: after {warm.steps} steps of imitation the model is right in {accuracy:.1%}: "
+            "little for reinforcement learning to reward; raise warm_start.steps",
+            markup=False,
+        )
     return accuracy
 
 

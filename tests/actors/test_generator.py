@@ -1,6 +1,5 @@
 """The generator on the real engine, through Monarch."""
 
-import asyncio
 import math
 
 import pytest
@@ -92,27 +91,12 @@ async def test_stop_strings_end_a_completion(generator):
     cut = await generator.generate.call_one([PROMPT], sampling_config=stopping, group_ids=["s"])
     assert cut[0].finish_reason == "stop"
     assert cut[0].token_ids == plain.token_ids[: len(cut[0].token_ids)]
-    assert len(cut[0].token_ids) == plain.text.index(stop) + 1 or len(cut[0].token_ids) < 8
+    assert stop in cut[0].text
+    assert stop not in cut[0].text[:-1]
 
 
 async def test_no_prompts_give_no_completions(generator):
     assert await generator.generate.call_one([]) == []
-
-
-async def test_a_cancelled_call_leaves_the_engine_free(generator):
-    long = SamplingConfig(n=8, max_tokens=80)
-    calls = [
-        asyncio.ensure_future(_await(generator.generate.call_one([PROMPT], sampling_config=long)))
-        for _ in range(3)
-    ]
-    await asyncio.sleep(0)
-    for call in calls:
-        call.cancel()
-    assert len(await generator.generate.call_one([PROMPT])) == 3
-
-
-async def _await(reply):
-    return await reply
 
 
 def test_seeds_differ_between_groups_samples_and_runs():

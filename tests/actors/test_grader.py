@@ -49,7 +49,7 @@ async def test_plain_floats_are_rewards_too(spawn):
     [
         ("raise", "raised KeyError: 'no such answer'"),
         ("short", "returned 1 rewards for 2 completions"),
-        ("nan", "returned nan for completion 0|returned Reward"),
+        ("nan", "returned Reward.*for completion 0; expected a finite number"),
         ("hang", "no answer in 0.5 s"),
     ],
 )

@@ -38,10 +38,12 @@ def random_episodes(count: int, *, longest: int, seed: int = 0):
     return episodes
 
 
-async def start_trainer(model, folder, ranks, **kwargs):
+async def start_trainer(model, folder, ranks, tensor_parallel=1, **kwargs):
     config = Trainer.Config(
         optimizer=OptimizerConfig(lr=1e-2),
-        parallelism=TrainerParallelism(data_parallel_shard_degree=ranks),
+        parallelism=TrainerParallelism(
+            data_parallel_shard_degree=ranks, tensor_parallel_degree=tensor_parallel
+        ),
         threads=1,
     )
     return await spawn_trainer(
@@ -59,6 +61,14 @@ async def trainer(tiny_model, tmp_path_factory):
 @pytest.fixture(scope="module")
 async def two_ranks(tiny_model, tmp_path_factory):
     spawned = await start_trainer(tiny_model, tmp_path_factory.mktemp("two"), ranks=2)
+    yield spawned.actor
+    await spawned.stop()
+
+
+@pytest.fixture(scope="module")
+async def tensor_parallel(tiny_model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tp")
+    spawned = await start_trainer(tiny_model, folder, ranks=1, tensor_parallel=2)
     yield spawned.actor
     await spawned.stop()
 
@@ -81,15 +91,16 @@ def relative_difference(left, right) -> float:
     [(13, 40, 64), (13, 40, 4096), (3, 60, 128), (1, 5, 64)],
     ids=["many cells", "one cell", "very uneven", "a rank of padding only"],
 )
-async def test_one_and_two_ranks_and_any_split_give_the_same_gradient(
-    trainer, two_ranks, count, longest, budget
+async def test_any_split_and_any_sharding_give_the_same_gradient(
+    trainer, two_ranks, tensor_parallel, count, longest, budget
 ):
     episodes = random_episodes(count, longest=longest, seed=count)
     whole = await gradients(trainer, episodes, dp_degree=1, budget=100_000)
     split = await gradients(trainer, episodes, dp_degree=1, budget=budget)
     sharded = await gradients(two_ranks, episodes, dp_degree=2, budget=budget)
-    assert relative_difference(split, whole) < 1e-6 * 5
-    assert relative_difference(sharded, whole) < 1e-6 * 5
+    sliced = await gradients(tensor_parallel, episodes, dp_degree=1, budget=budget)
+    for other in (split, sharded, sliced):
+        assert relative_difference(other, whole) < 2e-6
 
 
 async def test_the_gradient_is_that_of_the_formula(trainer, tiny_model):
@@ -107,6 +118,7 @@ async def test_the_gradient_is_that_of_the_formula(trainer, tiny_model):
     ours = await gradients(trainer, episodes, dp_degree=1, budget=4096)
     reference = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     for titan, hf in {
+        "lm_head.weight": "lm_head.weight",
         "norm.weight": "model.norm.weight",
         "layers.1.attention.wo.weight": "model.layers.1.self_attn.o_proj.weight",
         "layers.2.feed_forward.w1.weight": "model.layers.2.mlp.gate_proj.weight",
@@ -168,8 +180,11 @@ async def test_an_export_is_what_transformers_loads(two_ranks, tmp_path, tiny_mo
 async def test_a_gradient_that_is_not_finite_changes_nothing(trainer):
     bad = [episode(advantage=float("inf"))]
     grid = make_grid(bad, dp_degree=1, tokens_per_microbatch=64)
+    cell = microbatch([episode()], FIELDS)
+    before = per_rank(await trainer.logprobs.call(cell))[0]
     with pytest.raises(ActorError, match="gradient norm is nan"):
         await trainer.train_step.call(grid)
+    assert torch.equal(before, per_rank(await trainer.logprobs.call(cell))[0])
     fine = await gradients(trainer, random_episodes(2, longest=5), dp_degree=1, budget=64)
     assert all(torch.isfinite(g).all() for g in fine.values())
 

@@ -5,8 +5,10 @@ aborts, weight swaps. So a swap needs no lock, and a step is never interrupted.
 """
 
 import asyncio
+import contextlib
 import hashlib
 import itertools
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -92,6 +94,11 @@ class EngineConfig:
         for name in ("max_model_len", "max_num_seqs", "block_size", "kv_cache_gib"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"engine.{name} must be positive; got {getattr(self, name)}")
+        if self.max_num_batched_tokens < self.max_model_len:
+            raise ValueError(
+                f"engine.max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
+                f"engine.max_model_len ({self.max_model_len})"
+            )
 
 
 def sample_seed(run_seed: int, group_id: str, sample: int) -> int:
@@ -110,10 +117,10 @@ class _Call:
     """One `generate` call in flight: filled request by request, resolved as a whole."""
 
     future: Future
-    policy_version: int
     completions: list[Completion | None]
     missing: int
     request_ids: list[str]
+    policy_version: int = 0
 
 
 class Engine:
@@ -142,12 +149,10 @@ class Engine:
         self, prompts: list[Prompt], sampling: SamplingConfig, group_ids: list[str]
     ) -> list[Completion]:
         """All samples of all prompts, ordered by prompt, then sample."""
-        call_future: Future[list[Completion]] = Future()
-        call = await self._between_steps(
-            lambda: self._add_call(call_future, prompts, sampling, group_ids)
-        )
+        call = _Call(Future(), [], 0, [])
         try:
-            return await asyncio.wrap_future(call_future)
+            await self._between_steps(lambda: self._add(call, prompts, sampling, group_ids))
+            return await asyncio.wrap_future(call.future)
         except asyncio.CancelledError:
             # Nobody waits for these any more; do not let them take the engine's time.
             self._submit(lambda: self._abort(call))
@@ -158,9 +163,10 @@ class Engine:
         await self._between_steps(lambda: self._swap(handle))
 
     def close(self) -> None:
-        """Stop the thread; whoever still waits gets an error."""
+        """Stop the thread; whoever still waits, or asks later, gets an error."""
         self._commands.put(None)
         self._thread.join()
+        self._answer_late_commands()
 
     async def _between_steps(self, command: Callable[[], Any]) -> Any:
         return await asyncio.wrap_future(self._submit(command))
@@ -169,8 +175,10 @@ class Engine:
         done: Future = Future()
 
         def run() -> None:
+            if not done.set_running_or_notify_cancel():
+                return  # whoever asked has gone
             if self._dead is not None:
-                done.set_exception(EngineDiedError(f"the engine died earlier: {self._dead!r}"))
+                done.set_exception(EngineDiedError(f"the engine died: {self._dead!r}"))
                 return
             try:
                 done.set_result(command())
@@ -178,7 +186,16 @@ class Engine:
                 done.set_exception(error)
 
         self._commands.put(run)
+        if not self._thread.is_alive():
+            self._answer_late_commands()
         return done
+
+    def _answer_late_commands(self) -> None:
+        """The thread has ended and said why in `_dead`: commands now only hand that on."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                if command := self._commands.get_nowait():
+                    command()
 
     # ---- on the engine's thread ---------------------------------------------------------------
 
@@ -195,7 +212,7 @@ class Engine:
             while not self._slots or not self._commands.empty():
                 command = self._commands.get()
                 if command is None:
-                    self._fail_all(EngineDiedError("the engine was closed"))
+                    self._die(EngineDiedError("the engine was closed"))
                     return
                 command()
             try:
@@ -204,15 +221,14 @@ class Engine:
                         self._finish(output)
             except BaseException as error:
                 # The thread lives on, only to tell everyone who calls: nobody waits forever.
-                self._dead = error
-                self._fail_all(EngineDiedError(f"the engine failed in a step: {error!r}"))
+                self._die(error)
 
-    def _add_call(
-        self, future: Future, prompts: list[Prompt], sampling: SamplingConfig, group_ids: list[str]
-    ) -> _Call:
+    def _add(
+        self, call: _Call, prompts: list[Prompt], sampling: SamplingConfig, group_ids: list[str]
+    ) -> None:
         from vllm.exceptions import VLLMValidationError
 
-        call = _Call(future, self.policy_version, [], 0, [])
+        call.policy_version = self.policy_version
         try:
             for prompt_idx, (prompt, group_id) in enumerate(zip(prompts, group_ids, strict=True)):
                 token_ids = self._check_prompt(prompt, prompt_idx, sampling)
@@ -231,8 +247,7 @@ class Engine:
             raise
         call.missing = len(call.completions)
         if call.missing == 0:
-            future.set_result([])
-        return call
+            call.future.set_result([])
 
     def _check_prompt(self, prompt: Prompt, index: int, sampling: SamplingConfig) -> list[int]:
         ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
@@ -295,20 +310,28 @@ class Engine:
         self._engine.abort_request(call.request_ids)
 
     def _swap(self, handle: WeightHandle) -> None:
-        self._engine.collective_rpc("pull_weights", args=(handle,))
+        try:
+            self._engine.collective_rpc("pull_weights", args=(handle,))
+        except BaseException as error:
+            # The model may be half new and half old: better no answer than a wrong one.
+            self._die(error)
+            raise
         # Cached prefixes and the KV of running requests were computed with the old weights.
         self._engine.reset_prefix_cache(reset_running_requests=True)
         self.policy_version = handle.version
 
-    def _fail_all(self, error: BaseException) -> None:
+    def _die(self, cause: BaseException) -> None:
+        """Fail whoever waits, and everyone who asks from now on."""
+        self._dead = cause
         for call, _, _ in self._slots.values():
             if not call.future.done():
-                call.future.set_exception(error)
+                call.future.set_exception(EngineDiedError(f"the engine died: {cause!r}"))
         self._slots.clear()
 
 
 def build_llm_engine(model: str, config: EngineConfig, tensor_parallel: int) -> Any:
-    """The bare vLLM engine with the settings every run needs."""
+    """The bare vLLM engine, in this process, with the settings every run needs."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm.platforms import current_platform
 
     if device_type() == "cpu":
@@ -322,7 +345,7 @@ def build_llm_engine(model: str, config: EngineConfig, tensor_parallel: int) -> 
         dtype=resolve_dtype(config.dtype),
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=max(config.max_num_batched_tokens, config.max_model_len),
+        max_num_batched_tokens=config.max_num_batched_tokens,
         block_size=config.block_size,
         kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30),
         tensor_parallel_size=tensor_parallel,

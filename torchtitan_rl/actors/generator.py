@@ -82,7 +82,3 @@ class VLLMGenerator(Actor, Configurable):
         """Serve the published weights from the next engine step on; returns their version."""
         await self.engine.pull_weights(handle)
         return self.engine.policy_version
-
-    @concurrent_endpoint
-    async def close(self) -> None:
-        await asyncio.to_thread(self.engine.close)

@@ -11,6 +11,9 @@ from torchtitan.config import Configurable
 from torchtitan_rl.tasks.task import Reward, Task
 from torchtitan_rl.types import Completion, ScoredCompletion
 
+CONCURRENT_REWARDS = 4
+"""Fewer than the threads that asyncio keeps on the smallest machine."""
+
 
 class RewardError(RuntimeError):
     """A reward function failed; the message names the task and the group."""
@@ -33,9 +36,17 @@ class Grader(Actor, Configurable):
             if self.timeout_seconds <= 0:
                 raise ValueError("grader.timeout_seconds must be positive")
 
-    def __init__(self, config: Config, *, task: Task.Config) -> None:
+    def __init__(self, config: Config, *, task: Task.Config, seed: int = 0) -> None:
         self.config = config
-        self.task: Task = task.build()
+        self._task_config, self._seed = task, seed
+
+    @concurrent_endpoint
+    async def setup(self) -> None:
+        """Build the task. Apart from `__init__`, so that a failure comes back as an error."""
+        self.task: Task = self._task_config.build(seed=self._seed)
+        # As many reward functions at a time as there are threads for them: the clock of one must
+        # not run while it waits for its turn.
+        self._turns = asyncio.Semaphore(CONCURRENT_REWARDS)
 
     @concurrent_endpoint
     async def score(
@@ -43,17 +54,17 @@ class Grader(Actor, Configurable):
     ) -> list[ScoredCompletion]:
         """The completions of one group, each with its reward, in order."""
         where = f"reward function of task {self.task.name!r}, group {group_id}"
-        try:
+        async with self._turns:
             # On a thread: a slow reward function must not keep the other groups waiting.
-            rewards = await asyncio.wait_for(
-                asyncio.to_thread(self.task.reward, completions, expected_answer),
-                self.config.timeout_seconds,
+            call = asyncio.create_task(
+                asyncio.to_thread(self.task.reward, completions, expected_answer)
             )
-        except TimeoutError:
-            raise RewardError(f"{where}: no answer in {self.config.timeout_seconds} s") from None
-        except Exception as error:
+            done, _ = await asyncio.wait({call}, timeout=self.config.timeout_seconds)
+        if not done:
+            raise RewardError(f"{where}: no answer in {self.config.timeout_seconds} s")
+        if error := call.exception():
             raise RewardError(f"{where} raised {type(error).__name__}: {error}") from error
-        return check_rewards(completions, rewards, where)
+        return check_rewards(completions, call.result(), where)
 
 
 def check_rewards(
@@ -72,7 +83,10 @@ def check_rewards(
     for index, (completion, reward) in enumerate(zip(completions, rewards, strict=True)):
         if isinstance(reward, bool | int | float):
             reward = Reward(float(reward), correct=reward >= 1.0)
-        if not isinstance(reward, Reward) or not math.isfinite(reward.value):
-            raise RewardError(f"{where} returned {reward!r} for completion {index}")
+        numbers = [reward.value, *reward.parts.values()] if isinstance(reward, Reward) else [None]
+        if not all(isinstance(n, int | float) and math.isfinite(n) for n in numbers):
+            raise RewardError(
+                f"{where} returned {reward!r} for completion {index}; expected a finite number"
+            )
         scored.append(ScoredCompletion(completion, reward.value, reward.correct, reward.parts))
     return scored

@@ -6,6 +6,7 @@
 import asyncio
 import contextlib
 import os
+import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -74,11 +75,12 @@ async def spawn_generator(
 
 
 async def spawn_grader(
-    config: Grader.Config, task: Task.Config, *, log_file: str | None = None
+    config: Grader.Config, task: Task.Config, *, seed: int = 0, log_file: str | None = None
 ) -> Spawned:
     """A grader with the task's reward function."""
     env = worker_env(1, role="grader")
-    return await spawn(Grader, config, task=task, env=env, log_file=log_file)
+    grader = await spawn(Grader, config, task=task, seed=seed, env=env, log_file=log_file)
+    return await _ready(grader, grader.actor.setup.call_one())
 
 
 async def spawn_trainer(
@@ -134,12 +136,17 @@ async def spawn(
     procs = this_host().spawn_procs(
         per_host={"gpus": processes}, name=name, bootstrap_command=command
     )
-    if distributed:
-        await setup_torch_elastic_env_async(procs, "127.0.0.1", _free_port())
-    # Told apart from other children by asking: meshes may start side by side.
-    pids = per_rank(await procs.spawn("pids", ProcessIds).get.call())
-    actor = procs.spawn(name, actor_class, *args, **kwargs)
-    return Spawned(actor, procs, [psutil.Process(pid) for pid in pids])
+    try:
+        if distributed:
+            await setup_torch_elastic_env_async(procs, "127.0.0.1", _free_port())
+        # Told apart from other children by asking: meshes may start side by side.
+        pids = per_rank(await procs.spawn("pids", ProcessIds).get.call())
+        actor = procs.spawn(name, actor_class, *args, **kwargs)
+        return Spawned(actor, procs, [psutil.Process(pid) for pid in pids])
+    except BaseException:
+        with contextlib.suppress(Exception):
+            await asyncio.wait_for(procs.stop("spawning failed"), STOP_SECONDS)
+        raise
 
 
 class ProcessIds(Actor):
@@ -152,6 +159,7 @@ class ProcessIds(Actor):
 
 def end_all_processes() -> None:
     """For the end of a program: every process it has started is gone, and Monarch with them."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left to interrupt but this
     family = psutil.Process().children(recursive=True)
     for process in family:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -159,7 +167,7 @@ def end_all_processes() -> None:
     psutil.wait_procs(family, timeout=STOP_SECONDS)
     # Monarch would do this while the interpreter exits, and print a traceback if it is too slow.
     with contextlib.suppress(Exception):
-        shutdown_context(host_timeout=0.3).get(timeout=1.5)
+        shutdown_context(host_timeout=0.3).get(timeout=1.0)
 
 
 def start_monarch(log_file: str | None = None) -> None:

@@ -4,7 +4,6 @@ SPMD over a mesh of `data_parallel x tensor_parallel` processes. It is blind to 
 takes a grid of per-token streams, calls the configured loss, and returns metrics.
 """
 
-import logging
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,9 +66,11 @@ class Trainer(Actor, Configurable):
     """One rank of the trainer mesh. See `Trainer.Config` for what can be set.
 
     Example:
-        trainer = await spawn_trainer(Trainer.Config(), model="outputs/models/tiny", steps=10)
-        metrics = await trainer.actor.train_step.call(grid)
-        handle = await trainer.actor.publish_weights.call()
+        trainer = await spawn_trainer(
+            Trainer.Config(), model="models/tiny", steps=10, checkpoint_folder="checkpoints"
+        )
+        metrics = merge_metrics(per_rank(await trainer.actor.train_step.call(grid)))
+        handle = per_rank(await trainer.actor.publish_weights.call())[0]
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -118,7 +119,6 @@ class Trainer(Actor, Configurable):
     async def setup(self, *, resume: bool) -> None:
         """Build everything and load weights: the latest checkpoint if `resume` and there is one,
         else the HF folder."""
-        logging.getLogger().setLevel(logging.ERROR)
         config = self.config
         torch.manual_seed(self._seed)
         dist.init_process_group("gloo" if device_type() == "cpu" else "cuda:nccl,cpu:gloo")
@@ -126,6 +126,7 @@ class Trainer(Actor, Configurable):
         if device_type() == "cuda":
             self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
             torch.cuda.set_device(self.device)
+        # As torchtitan does: recomputation in the backward pass needs the thread that set it up.
         torch.autograd.set_multithreading_enabled(False)
 
         spec = model_spec(self._model_folder)
@@ -175,8 +176,6 @@ class Trainer(Actor, Configurable):
         grad_norm = dist_utils.clip_grad_norm_(
             list(self.model.parameters()), self.config.max_grad_norm, foreach=True
         )
-        if isinstance(grad_norm, DTensor):
-            grad_norm = grad_norm.full_tensor()
         if not torch.isfinite(grad_norm):
             self.optimizers.zero_grad()
             raise FloatingPointError(
@@ -210,7 +209,7 @@ class Trainer(Actor, Configurable):
     async def logprobs(self, cell: Microbatch) -> torch.Tensor:
         """[rows, length - 1] logprobs of tokens 1.. under the current weights, without gradient."""
         with torch.no_grad():
-            logits = self.model(**self._model_inputs(cell["tokens"]))
+            logits = self._logits(cell["tokens"])
             targets = cell["tokens"][:, 1:].to(self.device)
             flat, _ = token_logprobs(
                 logits[:, :-1].flatten(0, 1),
@@ -240,27 +239,22 @@ class Trainer(Actor, Configurable):
         """Write the weights, config and tokenizer as an HF folder."""
         self.checkpoints.export_hf(Path(folder), source=Path(self._model_folder))
 
-    @endpoint
-    async def close(self) -> None:
-        """Free what outlives a message: weight buffers and the process group."""
-        self.publisher.close()
-        self.checkpoints.close()
-        dist.destroy_process_group()
-
     @property
     def _dp_rank(self) -> int:
         if not self.parallel_dims.dp_enabled:
             return 0
         return self.parallel_dims.get_mesh("batch").get_local_rank()
 
-    def _model_inputs(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _logits(self, tokens: torch.Tensor) -> torch.Tensor:  # [rows, length] -> [..., vocab]
         rows, length = tokens.shape
         positions = torch.arange(length, device=self.device).expand(rows, length)
-        return {"tokens": tokens.to(self.device), "positions": positions}
+        logits = self.model(tokens.to(self.device), positions)
+        # Under tensor parallelism each rank has a slice of the vocabulary.
+        return logits.full_tensor() if isinstance(logits, DTensor) else logits
 
     def _forward_backward(self, cell: Microbatch, loss_tokens: int) -> Metrics:
         """Accumulate the gradient of one microbatch; token i is predicted at position i - 1."""
-        logits = self.model(**self._model_inputs(cell["tokens"]))[:, :-1]  # [rows, length-1, vocab]
+        logits = self._logits(cell["tokens"])[:, :-1]  # [rows, length-1, vocab]
         # Each stream is cut to the tokens that train: [tokens]
         trains = cell["loss_mask"][:, 1:]
         streams = {name: s[:, 1:][trains].to(self.device) for name, s in cell.items()}
@@ -279,7 +273,7 @@ class Trainer(Actor, Configurable):
             **self.config.loss.kwargs,
         )
         # A cell of padding still runs backward: FSDP's collectives need every rank.
-        loss = output.loss_sum / max(loss_tokens, 1) + logits.sum() * 0.0
+        loss = output.loss_sum / max(loss_tokens, 1) + logits[:1, :1, :1].sum() * 0.0
         loss.backward()
         tokens = float(logprobs.numel())
         metrics: Metrics = {

@@ -78,6 +78,9 @@ class LossConfig:
                 raise ValueError(f"loss.kwargs.{bound} must be a number from 0 up; got {value!r}")
 
 
+CHUNK_TOKENS = 2048
+
+
 def token_logprobs(
     logits: torch.Tensor,  # [tokens, vocab]
     targets: torch.Tensor,  # [tokens]
@@ -87,7 +90,14 @@ def token_logprobs(
 
     Logits are divided by the temperature of each token, as the generator did.
     """
-    scaled = logits.float() / temperatures.unsqueeze(-1)
-    logprobs = torch.log_softmax(scaled, dim=-1)
-    entropy = -(logprobs.detach().exp() * logprobs.detach()).sum(-1)
-    return logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1), entropy
+    chosen, entropies = [], []
+    # In pieces: [tokens, vocab] in fp32 would be the largest tensor of the step, several times.
+    for start in range(0, max(len(targets), 1), CHUNK_TOKENS):
+        piece = slice(start, start + CHUNK_TOKENS)
+        logprobs = torch.log_softmax(
+            logits[piece].float() / temperatures[piece].unsqueeze(-1), dim=-1
+        )
+        chosen.append(logprobs.gather(-1, targets[piece].unsqueeze(-1)).squeeze(-1))
+        with torch.no_grad():
+            entropies.append(-(logprobs.exp() * logprobs).sum(-1))
+    return torch.cat(chosen), torch.cat(entropies)

@@ -1,6 +1,5 @@
 """Checkpoints through torchtitan's CheckpointManager, and HF safetensors in and out."""
 
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +14,6 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer import CheckpointManager
 
 from torchtitan_rl.models.hf import atomic_folder, copy_companion_files
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -85,9 +82,6 @@ class Checkpoints:
         """Write `step-<step>`; it counts as a checkpoint only once its last file is in place."""
         self._manager.save(step)
 
-    def close(self) -> None:
-        self._manager.close()
-
     def hf_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The full weights under their HF names, one at a time."""
         with torch.no_grad():
@@ -99,7 +93,7 @@ class Checkpoints:
         tensors = {
             name: t.detach().cpu().contiguous()
             for name, t in self.hf_tensors()
-            if dist.get_rank() == 0 or isinstance(t, DTensor)
+            if dist.get_rank() == 0
         }
         if dist.get_rank() == 0:
             with atomic_folder(folder) as temporary:

@@ -57,6 +57,8 @@ def build_parallel_model(
         tensor_parallel_degree=parallelism.tensor_parallel_degree,
         # The backend that runs on gloo as well as on NCCL.
         spmd_backend="partial_dtensor",
+        # It would need row lengths that the degree divides; ours are those of the episodes.
+        enable_sequence_parallel=False,
     )
     parallel_dims = ParallelDims.from_config(titan, parallelism.world_size)
     dist_utils.set_spmd_backend(titan.spmd_backend)

@@ -1,12 +1,9 @@
 """Chat messages to token ids, through the `renderers` package."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 from torchtitan_rl.models.spec import ModelFolderError, read_hf_config
 from torchtitan_rl.tasks.task import Message
-
-Render = Callable[[list[Message]], list[int]]
 
 
 class ChatRenderer:

@@ -7,6 +7,12 @@ from typing import Any
 
 from torchtitan_rl.models.checkpoint import find_checkpoints
 
+FIXED = (
+    *("seed:", "task.", "model:", "warm_start", "prompts_per_step:", "thinking:"),
+    *("generator.sampling.", "advantage.", "trainer.loss.", "trainer.optimizer."),
+)
+"""Settings that decide what a run computes: a resumed run keeps them."""
+
 
 class RunFolderError(ValueError):
     """The run folder cannot be used as asked; the message says what to do instead."""
@@ -53,6 +59,11 @@ class RunFolder:
                 for key in sorted(before.keys() | after.keys())
                 if before.get(key) != after.get(key) and key != "resume"
             ]
+            if fixed := [change for change in changes if change.startswith(FIXED)]:
+                raise RunFolderError(
+                    f"a resumed run cannot change {'; '.join(fixed)}: resume with the command it "
+                    "was started with"
+                )
         temporary = self.config_file.with_suffix(".tmp")
         temporary.write_text(json.dumps(config, indent=2))
         temporary.rename(self.config_file)

@@ -1,8 +1,7 @@
-"""The only package that knows CPU from CUDA.
+"""Where CPU and CUDA differ, in one place.
 
-Everything else asks it three questions: which device is here (`device_type`), what does a worker
-process need in its environment (`worker_env`), and how does a model have to be adapted after
-torchtitan has parallelized it (`adapt_parallelized_model`).
+Everything else asks it which device is here (`device_type`), what a worker process needs in its
+environment (`worker_env`), and how libraries and models are adapted to it (`adapt_*`).
 """
 
 import importlib.util
@@ -65,12 +64,14 @@ def worker_env(
         "KMP_BLOCKTIME": "0",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
-        "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "1s",
+        # Looking for GPUs must not start CUDA in a process that may fork workers.
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     }
     if gpus is not None and device_type() == "cuda":
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(_visible_gpus()[i] for i in gpus)
     if role == "generator":
         env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        env["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         env["VLLM_LOGGING_LEVEL"] = os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")
         env["VLLM_NO_USAGE_STATS"] = "1"
         if device_type() == "cpu":
@@ -81,13 +82,18 @@ def worker_env(
     return env
 
 
+def _visible_gpus() -> list[str]:
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return chosen.split(",") if chosen else [str(i) for i in range(torch.cuda.device_count())]
+
+
 def check_gpus(needed: int) -> None:
     """On a CUDA machine, trainer and generator each need GPUs of their own."""
     if device_type() == "cuda" and torch.cuda.device_count() < needed:
         raise ValueError(
             f"the trainer's and generator's parallelism needs {needed} GPUs; this machine has "
             f"{torch.cuda.device_count()}: lower trainer.parallelism or "
-            "generator.tensor_parallel_degree"
+            "generator.tensor_parallel_degree, or run on the CPU (make train PLATFORM=cpu)"
         )
 
 

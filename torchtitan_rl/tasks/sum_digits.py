@@ -29,6 +29,8 @@ class SumDigits(Task):
         """Share of all questions that is kept for evaluation."""
         format_reward: float = 0.1
         """Reward for ending in `[ANSWER] n`, whatever n is; a right answer earns 1 besides."""
+        instructions: str = ""
+        """System message; a pretrained model needs to be told what is asked of it."""
         forgotten_carries: float = 0.7
         """How often a demonstration forgets the carry when its sum passes nineteen."""
 
@@ -51,14 +53,14 @@ class SumDigits(Task):
 
     def train_example(self, index: int) -> Example:
         rng = random.Random(f"{self.seed}/train/{index}")
-        return _example(self._draw(rng, "train"))
+        return self._example(self._draw(rng, "train"))
 
     def heldout_examples(self, count: int) -> list[Example]:
         rng = random.Random("heldout")
         questions: dict[str, None] = {}  # a set that keeps its order
         for _ in range(_MOST_DRAWS):
             if len(questions) == count:
-                return [_example(question) for question in questions]
+                return [self._example(question) for question in questions]
             questions[self._draw(rng, "heldout")] = None
         raise ValueError(
             f"task {self.name!r} has fewer than {count} held-out questions (found "
@@ -101,9 +103,8 @@ class SumDigits(Task):
             sums.append(str(running))
         return f"{' '.join(sums)} [ANSWER] {running}"
 
-
-def _example(question: str) -> Example:
-    return Example(
-        messages=[{"role": "user", "content": question}],
-        expected_answer=sum(int(c) for c in question if c.isdigit()),
-    )
+    def _example(self, question: str) -> Example:
+        messages = [{"role": "user", "content": question}]
+        if self.config.instructions:
+            messages.insert(0, {"role": "system", "content": self.config.instructions})
+        return Example(messages, expected_answer=sum(int(c) for c in question if c.isdigit()))

@@ -59,7 +59,10 @@ class Task(Configurable, ABC):
 
     @abstractmethod
     def train_example(self, index: int) -> Example:
-        """Example `index` of an endless stream; never one that `heldout_examples` can return."""
+        """Example `index` of an endless stream; never one that `heldout_examples` can return.
+
+        A warm start asks for negative indices, so that the run itself sees other examples.
+        """
 
     @abstractmethod
     def heldout_examples(self, count: int) -> list[Example]:
