@@ -4,6 +4,8 @@
 command line. Put a `config_registry.py` of your own in the folder you work in.
 """
 
+from torchtitan.components.optimizer import LRSchedulersContainer
+
 from torchtitan_rl.actors.engine import EngineConfig, SamplingConfig
 from torchtitan_rl.actors.generator import VLLMGenerator
 from torchtitan_rl.actors.trainer import OptimizerConfig, Trainer, constant_lr
@@ -20,7 +22,7 @@ def grpo_sum_digits_tiny() -> Controller.Config:
     return Controller.Config(
         warm_start=WarmStartConfig(),
         task=SumDigits.Config(max_numbers=2),
-        steps=60,
+        steps=80,
         prompts_per_step=32,
         generator=VLLMGenerator.Config(
             sampling=SamplingConfig(n=8, max_tokens=28),
@@ -29,7 +31,8 @@ def grpo_sum_digits_tiny() -> Controller.Config:
         ),
         trainer=Trainer.Config(
             optimizer=OptimizerConfig(lr=1e-4, betas=(0.9, 0.99)),
-            lr_scheduler=constant_lr(warmup_steps=10),
+            # A model this small is noisy at any constant rate, so the second half anneals it.
+            lr_scheduler=LRSchedulersContainer.Config(warmup_steps=10, decay_ratio=0.5),
             threads=2,
         ),
         advantage=AdvantageConfig(name="maxrl"),
