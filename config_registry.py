@@ -4,11 +4,9 @@
 command line. Put a `config_registry.py` of your own in the folder you work in.
 """
 
-from torchtitan.components.optimizer import LRSchedulersContainer
-
 from torchtitan_rl.actors.engine import EngineConfig, SamplingConfig
 from torchtitan_rl.actors.generator import VLLMGenerator
-from torchtitan_rl.actors.trainer import OptimizerConfig, Trainer, constant_lr
+from torchtitan_rl.actors.trainer import OptimizerConfig, Trainer, annealed_lr, constant_lr
 from torchtitan_rl.algorithms.advantage import AdvantageConfig
 from torchtitan_rl.controller import Controller
 from torchtitan_rl.models.parallel import TrainerParallelism
@@ -32,7 +30,7 @@ def grpo_sum_digits_tiny() -> Controller.Config:
         trainer=Trainer.Config(
             optimizer=OptimizerConfig(lr=1e-4, betas=(0.9, 0.99)),
             # A model this small is noisy at any constant rate, so the second half anneals it.
-            lr_scheduler=LRSchedulersContainer.Config(warmup_steps=10, decay_ratio=0.5),
+            lr_scheduler=annealed_lr(warmup_steps=10, last=0.5),
             threads=2,
         ),
         advantage=AdvantageConfig(name="maxrl"),

@@ -62,6 +62,11 @@ def constant_lr(warmup_steps: int = 0) -> LRSchedulersContainer.Config:
     return LRSchedulersContainer.Config(warmup_steps=warmup_steps, decay_ratio=0.0)
 
 
+def annealed_lr(warmup_steps: int = 0, last: float = 0.5) -> LRSchedulersContainer.Config:
+    """A schedule that warms up, stays, and falls to 0 over the last share of the steps."""
+    return LRSchedulersContainer.Config(warmup_steps=warmup_steps, decay_ratio=last)
+
+
 class Trainer(Actor, Configurable):
     """One rank of the trainer mesh. See `Trainer.Config` for what can be set.
 
