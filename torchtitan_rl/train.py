@@ -112,7 +112,7 @@ def print_recipes(found: dict[str, recipes.Recipe]) -> None:
 def check(config: Controller.Config) -> None:
     """Everything that can be found wrong before a process starts."""
     if config.model or config.warm_start is None or config.model_folder.exists():
-        Controller(config)
+        Controller(config).folder.changes(config.to_dict())
         return
     with tempfile.TemporaryDirectory() as temporary:
         # The model that the warm start will make has this shape.

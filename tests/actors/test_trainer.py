@@ -118,7 +118,7 @@ async def test_the_gradient_is_that_of_the_formula(trainer, tiny_model):
     ours = await gradients(trainer, episodes, dp_degree=1, budget=4096)
     reference = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     for titan, hf in {
-        "lm_head.weight": "lm_head.weight",
+        "tok_embeddings.weight": "model.embed_tokens.weight",
         "norm.weight": "model.norm.weight",
         "layers.1.attention.wo.weight": "model.layers.1.self_attn.o_proj.weight",
         "layers.2.feed_forward.w1.weight": "model.layers.2.mlp.gate_proj.weight",

@@ -73,18 +73,28 @@ def test_resuming_with_the_same_config_changes_nothing(path):
 
 def test_resuming_tells_what_changed_by_its_full_name(path):
     existing_run(path)
-    changed = {
-        "resume": True,
-        "steps": 20,
-        "trainer": {"optimizer": {"lr": 0.1, "betas": (0.9, 0.95)}},
-        "seed": 3,
-    }
+    changed = {**CONFIG, "resume": True, "steps": 20, "evaluation": {"every": 3}}
     assert RunFolder(path, resume=True).create(changed) == [
-        "seed: None → 3",
+        "evaluation.every: None → 3",
         "steps: 10 → 20",
-        "trainer.optimizer.betas: [0.9, 0.99] → [0.9, 0.95]",
     ]
     assert json.loads((path / "config.json").read_text())["steps"] == 20
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"seed": 3}, "cannot change seed: None → 3"),
+        ({"task": {"name": "other"}}, "cannot change task.name: None → other"),
+        ({"trainer": {"optimizer": {"lr": 9.0}}}, "trainer.optimizer.lr: 0.1 → 9.0"),
+    ],
+)
+def test_resuming_refuses_to_change_what_the_run_computes(path, change, says):
+    existing_run(path)
+    before = (path / "config.json").read_text()
+    with pytest.raises(RunFolderError, match=says):
+        RunFolder(path, resume=True).create({**CONFIG, **change})
+    assert (path / "config.json").read_text() == before
 
 
 def test_a_tuple_in_the_config_is_no_change(path):

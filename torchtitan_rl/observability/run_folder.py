@@ -47,23 +47,28 @@ class RunFolder:
     def relative(self) -> str:
         return os.path.relpath(self.path)
 
+    def changes(self, config: dict[str, Any]) -> list[str]:
+        """What differs from the run this one resumes; what may not differ is an error."""
+        if not self.config_file.exists():
+            return []
+        before = _flat(json.loads(self.config_file.read_text()))
+        after = _flat(json.loads(json.dumps(config)))
+        changes = [
+            f"{key}: {before.get(key)} → {after.get(key)}"
+            for key in sorted(before.keys() | after.keys())
+            if before.get(key) != after.get(key) and key != "resume"
+        ]
+        if fixed := [change for change in changes if change.startswith(FIXED)]:
+            raise RunFolderError(
+                f"a resumed run cannot change {'; '.join(fixed)}: resume with the command it was "
+                "started with"
+            )
+        return changes
+
     def create(self, config: dict[str, Any]) -> list[str]:
         """Make the folder and write the config; returns what changed since the run it resumes."""
+        changes = self.changes(config)
         self.logs.mkdir(parents=True, exist_ok=True)
-        changes = []
-        if self.config_file.exists():
-            before = _flat(json.loads(self.config_file.read_text()))
-            after = _flat(json.loads(json.dumps(config)))
-            changes = [
-                f"{key}: {before.get(key)} → {after.get(key)}"
-                for key in sorted(before.keys() | after.keys())
-                if before.get(key) != after.get(key) and key != "resume"
-            ]
-            if fixed := [change for change in changes if change.startswith(FIXED)]:
-                raise RunFolderError(
-                    f"a resumed run cannot change {'; '.join(fixed)}: resume with the command it "
-                    "was started with"
-                )
         temporary = self.config_file.with_suffix(".tmp")
         temporary.write_text(json.dumps(config, indent=2))
         temporary.rename(self.config_file)
