@@ -19,8 +19,6 @@ class LowTokens(Task):
     @dataclass(kw_only=True, slots=True)
     class Config(Task.Config):
         name: str = "low_tokens"
-        fault: str = ""
-        """How the reward function misbehaves: raise, short, nan, hang or nothing."""
 
     config: Config
 
@@ -39,7 +37,7 @@ class LowTokens(Task):
         rewards: list[Reward | float] = [
             sum(i < 100 for i in c.token_ids) / len(c.token_ids) for c in completions
         ]
-        match self.config.fault:
+        match expected_answer:  # how the reward function is to misbehave
             case "raise":
                 raise KeyError("no such answer")
             case "short":

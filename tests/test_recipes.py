@@ -1,12 +1,16 @@
 """Recipes: found in the working directory, listed, built; and what is said when that fails."""
 
+import json
+import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from torchtitan_rl.controller import Controller
 from torchtitan_rl.recipes import RecipeError, build_recipe, find_recipes, first_line, load_module
+from torchtitan_rl.train import check
 
 ROOT = Path(__file__).parents[1]
 
@@ -150,3 +154,28 @@ def test_every_recipe_of_the_repository_builds_and_describes_itself(folder, monk
     for name, recipe in found.items():
         assert isinstance(build_recipe(name, module), Controller.Config)
         assert first_line(recipe), name
+
+
+@pytest.mark.parametrize(
+    ("recipe", "heads", "layers"),
+    [
+        ("grpo_sum_digits_qwen3_0_6b", 16, 28),
+        ("grpo_sum_digits_qwen3_1_7b", 16, 28),
+        ("grpo_sum_digits_qwen3_14b", 40, 40),
+    ],
+)
+def test_gpu_recipes_validate_against_their_models_without_a_gpu(
+    folder, monkeypatch, tiny_model, recipe, heads, layers
+):
+    monkeypatch.chdir(ROOT)
+    config = build_recipe(recipe, load_module())
+    model = folder / config.model
+    shutil.copytree(tiny_model, model)
+    shape = json.loads((model / "config.json").read_text())
+    shape |= {"num_attention_heads": heads, "num_key_value_heads": 8, "num_hidden_layers": layers}
+    (model / "config.json").write_text(json.dumps(shape))
+    monkeypatch.chdir(folder)
+    check(replace(config, run_name="run"))
+    too_many = replace(config.generator, tensor_parallel_degree=3)
+    with pytest.raises(ValueError, match="generator tensor parallelism of 3 does not divide"):
+        check(replace(config, run_name="run", generator=too_many))

@@ -15,32 +15,31 @@ def completion(text: str, token_ids: tuple[int, ...] = (1, 200)) -> Completion:
 
 
 @pytest.fixture(scope="module")
-async def spawn():
-    """Spawns graders and stops them all at the end."""
-    graders = []
-
-    async def make(task, **config):
-        graders.append(await spawn_grader(Grader.Config(**config), task))
-        return graders[-1].actor
-
-    yield make
-    for grader in graders:
-        await grader.stop()
+async def sums():
+    spawned = await spawn_grader(Grader.Config(), SumDigits.Config())
+    yield spawned.actor
+    await spawned.stop()
 
 
-async def test_scores_a_group_in_order(spawn):
-    grader = await spawn(SumDigits.Config())
+@pytest.fixture(scope="module")
+async def low_tokens():
+    """Misbehaves in the way that the expected answer says."""
+    spawned = await spawn_grader(Grader.Config(timeout_seconds=0.5), LowTokens.Config())
+    yield spawned.actor
+    await spawned.stop()
+
+
+async def test_scores_a_group_in_order(sums):
     texts = ["1+2 [ANSWER] 3", "1+2 [ANSWER] 4", "three"]
-    scored = await grader.score.call_one([completion(t) for t in texts], 3)
+    scored = await sums.score.call_one([completion(t) for t in texts], 3)
     assert [s.completion.text for s in scored] == texts
     assert [s.reward for s in scored] == pytest.approx([1.1, 0.1, 0.0])
     assert [s.correct for s in scored] == [True, False, False]
     assert scored[0].reward_parts == {"exact": 1.0, "format": 0.1}
 
 
-async def test_plain_floats_are_rewards_too(spawn):
-    grader = await spawn(LowTokens.Config())
-    scored = await grader.score.call_one([completion("a"), completion("b", (1, 2))], None)
+async def test_plain_floats_are_rewards_too(low_tokens):
+    scored = await low_tokens.score.call_one([completion("a"), completion("b", (1, 2))], None)
     assert [(s.reward, s.correct) for s in scored] == [(0.5, False), (1.0, True)]
 
 
@@ -53,10 +52,11 @@ async def test_plain_floats_are_rewards_too(spawn):
         ("hang", "no answer in 0.5 s"),
     ],
 )
-async def test_a_bad_reward_function_is_an_error_that_names_task_and_group(spawn, fault, message):
-    grader = await spawn(LowTokens.Config(fault=fault), timeout_seconds=0.5)
+async def test_a_bad_reward_function_is_an_error_that_names_task_and_group(
+    low_tokens, fault, message
+):
     with pytest.raises(ActorError, match=message) as caught:
-        await grader.score.call_one(
-            [completion("a"), completion("b")], None, group_id="low/train/7"
+        await low_tokens.score.call_one(
+            [completion("a"), completion("b")], fault, group_id="low/train/7"
         )
     assert "task 'low_tokens', group low/train/7" in str(caught.value)

@@ -126,21 +126,6 @@ async def test_the_gradient_is_that_of_the_formula(trainer, tiny_model):
         torch.testing.assert_close(ours[titan], reference[hf], rtol=1e-4, atol=1e-6)
 
 
-async def test_metrics_of_two_ranks_merge_to_those_of_one(tiny_model, tmp_path):
-    episodes = random_episodes(9, longest=20)
-    values = []
-    for ranks in (1, 2):
-        spawned = await start_trainer(tiny_model, tmp_path / str(ranks), ranks)
-        grid = make_grid(episodes, dp_degree=ranks, tokens_per_microbatch=128)
-        metrics = [per_rank(await spawned.actor.train_step.call(grid)) for _ in range(2)]
-        values.append([flatten(merge_metrics(m)) for m in metrics])
-        await spawned.stop()
-    for one, two in zip(*values, strict=True):
-        assert one.keys() == two.keys()
-        assert one == pytest.approx(two, rel=1e-4, abs=1e-6)
-    assert values[0][0]["train/entropy"] != values[0][1]["train/entropy"]
-
-
 async def test_a_resumed_trainer_goes_on_as_if_it_had_not_stopped(tiny_model, tmp_path):
     grid = make_grid(random_episodes(6, longest=10), dp_degree=1, tokens_per_microbatch=4096)
 
@@ -223,3 +208,17 @@ async def test_swapped_weights_serve_the_trainers_policy(tiny_model, tmp_path):
     assert seen[0] != seen[1] != seen[2]
     await trainer.stop()
     await generator.stop()
+
+
+async def test_metrics_of_two_ranks_merge_to_those_of_one(trainer, two_ranks):
+    """The last of the module: it takes steps with the shared trainers."""
+    episodes = random_episodes(9, longest=20)
+    values = []
+    for ranks, actor in ((1, trainer), (2, two_ranks)):
+        grid = make_grid(episodes, dp_degree=ranks, tokens_per_microbatch=128)
+        metrics = [per_rank(await actor.train_step.call(grid)) for _ in range(2)]
+        values.append([flatten(merge_metrics(m)) for m in metrics])
+    for one, two in zip(*values, strict=True):
+        assert one.keys() == two.keys()
+        assert one == pytest.approx(two, rel=1e-4, abs=1e-6)
+    assert values[0][0]["train/entropy"] != values[0][1]["train/entropy"]
