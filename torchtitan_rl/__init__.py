@@ -7,8 +7,11 @@ import os
 
 from torchtitan_rl.platform import adapt_torchtitan
 
-# Read once when Monarch is imported: how soon a dead worker is noticed (10 s by default).
+# Read once when Monarch is imported: how soon a dead worker is noticed (10 s by default), and how
+# long a new one may take to show up (30 s by default, which a busy machine can miss).
 os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY", "1s")
+os.environ.setdefault("HYPERACTOR_MESH_PROC_SPAWN_MAX_IDLE", "120s")
+os.environ.setdefault("HYPERACTOR_MESH_ACTOR_SPAWN_MAX_IDLE", "120s")
 adapt_torchtitan()
 
 __version__ = "0.1.0"
