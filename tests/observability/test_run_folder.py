@@ -84,16 +84,17 @@ def test_resuming_tells_what_changed_by_its_full_name(path):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"seed": 3}, "cannot change seed: None → 3"),
-        ({"task": {"name": "other"}}, "cannot change task.name: None → other"),
+        ({"seed": 3}, "cannot change seed: 0 → 3"),
+        ({"task": {"name": "other"}}, "cannot change task.name: sums → other"),
         ({"trainer": {"optimizer": {"lr": 9.0}}}, "trainer.optimizer.lr: 0.1 → 9.0"),
     ],
 )
 def test_resuming_refuses_to_change_what_the_run_computes(path, change, says):
-    existing_run(path)
+    started = {**CONFIG, "seed": 0, "task": {"name": "sums"}}
+    RunFolder(path, resume=False).create(started)
     before = (path / "config.json").read_text()
     with pytest.raises(RunFolderError, match=says):
-        RunFolder(path, resume=True).create({**CONFIG, **change})
+        RunFolder(path, resume=True).create({**started, **change})
     assert (path / "config.json").read_text() == before
 
 

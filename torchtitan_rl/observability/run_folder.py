@@ -58,7 +58,9 @@ class RunFolder:
             for key in sorted(before.keys() | after.keys())
             if before.get(key) != after.get(key) and key != "resume"
         ]
-        if fixed := [change for change in changes if change.startswith(FIXED)]:
+        # A setting that is new in the code is none that the user changed.
+        known = [change for change in changes if change.partition(":")[0] in before]
+        if fixed := [change for change in known if change.startswith(FIXED)]:
             raise RunFolderError(
                 f"a resumed run cannot change {'; '.join(fixed)}: resume with the command it was "
                 "started with"
