@@ -3,6 +3,8 @@ CONFIG ?= grpo_sum_digits_tiny
 PLATFORM ?= auto
 ARGS ?=
 PY := .venv/bin/python
+# Two test files at a time, each in one process: their meshes and engines are shared within a file.
+PARALLEL ?= -n 2 --dist loadfile
 
 ifneq ($(filter cpu cuda,$(PLATFORM)),)
 export TORCHTITAN_RL_PLATFORM := $(PLATFORM)
@@ -25,7 +27,7 @@ test: install ## Lint, format check, type check and tests: make test ARGS='-k na
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
-	@exec $(PY) -m pytest $(ARGS)
+	@exec $(PY) -m pytest $(PARALLEL) $(ARGS)
 
 bench: install ## Run every benchmark.
 	@exec $(PY) benchmarks/run_all.py $(ARGS)

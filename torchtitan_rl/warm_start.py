@@ -5,12 +5,15 @@ gradient of cross-entropy. It ends when greedy accuracy is middling, where reinf
 has something to reward and something left to learn.
 """
 
+import fcntl
 import hashlib
 import inspect
 import json
 import random
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +26,7 @@ from torchtitan_rl.models.tiny import TINY_QWEN3, write_tiny_model
 from torchtitan_rl.observability.console import StepProgress, console
 from torchtitan_rl.tasks.task import Task
 from torchtitan_rl.types import Episode
-from torchtitan_rl.waiting import Interrupted
+from torchtitan_rl.waiting import Interrupted, unless
 
 if TYPE_CHECKING:
     from torchtitan_rl.controller import Controller
@@ -91,10 +94,7 @@ async def ensure_starting_model(config: "Controller.Config", stop_signals) -> No
 
     folder = config.model_folder
     console.print(f"making the starting model {folder.name} (kept for the next runs)")
-    # A folder of its own: two runs may make the same model side by side.
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
+    with work_folder(folder) as work:
         write_tiny_model(work / "random", seed=config.seed)
         supervised = replace(
             config,
@@ -103,16 +103,39 @@ async def ensure_starting_model(config: "Controller.Config", stop_signals) -> No
             trainer=supervised_trainer(config),
             output_dir=str(work),
             run_name="run",
-            resume=False,
+            resume=(work / "run" / "config.json").exists(),
         )
         controller = Controller(supervised)
         with stop_signals(controller):
             async with controller:
-                accuracy = await imitate(controller, config.warm_start)
+                try:
+                    accuracy = await imitate(controller, config.warm_start)
+                except Interrupted:
+                    await controller.save()
+                    raise
                 await controller.export(folder)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
     console.print(f"starting model ready: greedy held-out accuracy {accuracy:.1%}")
+
+
+@contextmanager
+def work_folder(folder: Path) -> Iterator[Path]:
+    """Where the model `folder` is made; kept only by Ctrl-C, so that the next attempt goes on."""
+    work = folder.parent / f".{folder.name}-unfinished"
+    work.mkdir(parents=True, exist_ok=True)
+    with (work / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # another run is making the same model: each makes its own
+            work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        keep = False
+        try:
+            yield work
+        except Interrupted:
+            keep = True
+            raise
+        finally:
+            if not keep:
+                shutil.rmtree(work, ignore_errors=True)
 
 
 def supervised_trainer(config: "Controller.Config") -> Trainer.Config:
@@ -128,16 +151,18 @@ def supervised_trainer(config: "Controller.Config") -> Trainer.Config:
 
 async def imitate(controller: "Controller", warm: WarmStartConfig) -> float:
     """Supervised steps until the greedy accuracy is reached; returns it."""
-    accuracy = 0.0
-    with StepProgress("imitating demonstrations", total=warm.steps) as progress:
-        for step in range(warm.steps):
+    accuracy, done = 0.0, controller.steps_done
+    with StepProgress("imitating demonstrations", total=warm.steps, done=done) as progress:
+        for step in range(done, warm.steps):
             first = step * warm.demonstrations_per_step
             indices = range(first, first + warm.demonstrations_per_step)
             await controller.train([demonstration(controller, i) for i in indices])
+            controller.steps_done = step + 1
             line = None
             if (step + 1) % warm.evaluate_every == 0 or step + 1 == warm.steps:
                 await controller.sync_weights()
-                accuracy = (await controller.evaluate())["eval/accuracy"]
+                found = await unless(controller.interrupted, controller.evaluate())
+                accuracy = found["eval/accuracy"]
                 line = f"imitation step {step + 1:4d}  │ held-out accuracy {accuracy:.1%}"
             progress.advance(line)
             if accuracy >= warm.enough_accuracy:

@@ -150,8 +150,8 @@ def test_ctrl_c_then_resume_gives_the_same_metrics(finished, tiny_model, tmp_pat
     assert left.read_bytes() == right.read_bytes()
 
 
-def test_a_killed_controller_takes_its_processes_along_and_leaves_a_checkpoint(
-    tiny_model, tmp_path
+def test_a_killed_controller_takes_its_processes_along_and_can_be_resumed(
+    finished, tiny_model, tmp_path
 ):
     run = Run(tiny_model, tmp_path)
     run.wait_for_line("step    2")
@@ -163,6 +163,10 @@ def test_a_killed_controller_takes_its_processes_along_and_leaves_a_checkpoint(
     assert find_checkpoints(run.folder / "checkpoints") == [2]
     assert [row["step"] for row in run.metrics()][:3] == [0, 1, 2]
 
+    resumed = Run(tiny_model, tmp_path, "--resume")
+    assert resumed.finish() == 0, resumed.output
+    assert numbers(resumed.metrics()) == numbers(finished.metrics())
+
 
 def test_ctrl_c_while_starting_leaves_nothing(tiny_model, tmp_path):
     run = Run(tiny_model, tmp_path)
@@ -172,21 +176,22 @@ def test_ctrl_c_while_starting_leaves_nothing(tiny_model, tmp_path):
     processes = run.processes()
     assert len(processes) >= 3
     os.killpg(run.process.pid, signal.SIGINT)
-    assert run.finish(timeout=8) == 130, run.output
+    assert run.finish(timeout=5) == 130, run.output
     assert_all_gone(processes)
     assert "Traceback" not in run.output
 
 
-def test_a_dead_worker_ends_the_run_with_its_name(tiny_model, tmp_path):
+@pytest.mark.parametrize("role", ["generator", "trainer", "grader"])
+def test_a_dead_worker_ends_the_run_with_its_name(tiny_model, tmp_path, role):
     run = Run(tiny_model, tmp_path, "--steps", "1000")
     run.wait_for_line("step    1")
     processes = run.processes()
-    log = run.folder / "logs" / "generator.log"
+    log = run.folder / "logs" / f"{role}.log"
     worker = next(p for p in processes if _writes_to(p, log))
     worker.kill()
     assert run.finish(timeout=60) == 1, run.output
     assert_all_gone(processes)
-    assert "waiting for the generator" in run.output
+    assert f"waiting for the {role}" in run.output
     assert "--resume continues" in run.output
 
 

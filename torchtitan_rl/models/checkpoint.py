@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer import CheckpointManager
 
 from torchtitan_rl.models.hf import atomic_folder, copy_companion_files
+from torchtitan_rl.models.spec import hf_dtype, read_hf_config
 
 
 @dataclass(slots=True)
@@ -89,9 +90,13 @@ class Checkpoints:
                 yield name, (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
 
     def export_hf(self, folder: Path, *, source: Path) -> None:
-        """Write an HF folder that transformers and vLLM load, whole or not at all."""
+        """Write an HF folder that transformers and vLLM load, whole or not at all.
+
+        In the dtype its config names: that of the folder the run started from.
+        """
+        dtype = hf_dtype(read_hf_config(source))
         tensors = {
-            name: t.detach().cpu().contiguous()
+            name: t.detach().to("cpu", dtype).contiguous()
             for name, t in self.hf_tensors()
             if dist.get_rank() == 0
         }

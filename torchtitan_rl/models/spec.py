@@ -50,6 +50,20 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
     return config
 
 
+def hf_dtype(config: dict[str, Any]) -> torch.dtype:
+    """The dtype an HF config gives its weights; older ones call it `torch_dtype`.
+
+    Example:
+        >>> hf_dtype({"torch_dtype": "bfloat16"})
+        torch.bfloat16
+    """
+    name = config.get("dtype") or config.get("torch_dtype") or "float32"
+    dtype = getattr(torch, str(name), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ModelFolderError(f"config.json names the dtype {name!r}, which torch does not know")
+    return dtype
+
+
 def model_spec(folder: str | Path) -> ModelSpec:
     """The torchtitan ModelSpec of the model in an HF folder.
 

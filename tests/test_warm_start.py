@@ -1,0 +1,90 @@
+"""The starting model: made once, from a seed, and taken up again where Ctrl-C left it."""
+
+import contextlib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.support import low_tokens
+from torchtitan_rl.controller import Controller
+from torchtitan_rl.tasks.sum_digits import SumDigits
+from torchtitan_rl.waiting import Interrupted
+from torchtitan_rl.warm_start import WarmStartConfig, ensure_starting_model, work_folder
+
+
+def config_for(folder: Path) -> Controller.Config:
+    warm = WarmStartConfig(
+        steps=6, demonstrations_per_step=4, evaluate_every=6, cache_dir=str(folder)
+    )
+    return replace(low_tokens(), model="", warm_start=warm, task=SumDigits.Config())
+
+
+def stop_after(steps: int):
+    """In place of signal handlers: a Ctrl-C that comes after so many steps of imitation."""
+
+    @contextlib.contextmanager
+    def signals(controller: Controller):
+        train, taken = controller.train, []
+
+        async def counted(episodes):
+            taken.append(1)
+            if len(taken) == steps:
+                controller.interrupted.set()
+            return await train(episodes)
+
+        controller.train = counted  # type: ignore[method-assign]
+        yield
+
+    return signals
+
+
+async def test_an_interrupted_warm_start_goes_on_and_gives_the_same_model(tmp_path):
+    whole, parts = config_for(tmp_path / "whole"), config_for(tmp_path / "parts")
+    await ensure_starting_model(whole, stop_after(100))
+    with pytest.raises(Interrupted):
+        await ensure_starting_model(parts, stop_after(4))
+    assert not parts.model_folder.exists()
+    await ensure_starting_model(parts, stop_after(3))  # fewer than three are left
+    weights = "model.safetensors"
+    assert (parts.model_folder / weights).read_bytes() == (
+        whole.model_folder / weights
+    ).read_bytes()
+    assert [f.name for f in (tmp_path / "parts").iterdir()] == [parts.model_folder.name]
+
+
+async def test_a_model_that_is_there_is_used_as_it_is(tmp_path):
+    config = config_for(tmp_path)
+    config.model_folder.mkdir(parents=True)
+    await ensure_starting_model(config, None)
+    assert not list(config.model_folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        ({}, True),
+        ({"steps": 7}, True),
+        ({"seed": 1}, False),
+        ({"thinking": True}, False),
+        ({"task": SumDigits.Config(max_numbers=3)}, False),
+        ({"warm_start": WarmStartConfig(lr=1e-3)}, False),
+    ],
+    ids=str,
+)
+def test_the_folder_is_that_of_the_settings_that_make_the_model(change, same):
+    config = replace(low_tokens(), model="", warm_start=WarmStartConfig(), task=SumDigits.Config())
+    assert (replace(config, **change).model_folder == config.model_folder) is same
+
+
+def test_only_ctrl_c_keeps_what_was_begun(tmp_path):
+    with contextlib.suppress(Interrupted), work_folder(tmp_path / "m") as first:
+        (first / "begun").touch()
+        with work_folder(tmp_path / "m") as second:  # a run beside it makes its own
+            assert second != first
+        raise Interrupted
+    with contextlib.suppress(KeyError), work_folder(tmp_path / "m") as again:
+        assert again == first
+        assert (again / "begun").exists()
+        raise KeyError
+    assert not list(tmp_path.iterdir())
