@@ -8,9 +8,9 @@ from torchtitan_rl.actors.engine import EngineConfig, SamplingConfig
 from torchtitan_rl.actors.generator import VLLMGenerator
 from torchtitan_rl.actors.trainer import OptimizerConfig, Trainer, annealed_lr, constant_lr
 from torchtitan_rl.algorithms.advantage import AdvantageConfig
+from torchtitan_rl.config import EvaluationConfig
 from torchtitan_rl.controller import Controller
 from torchtitan_rl.models.parallel import TrainerParallelism
-from torchtitan_rl.settings import EvaluationConfig
 from torchtitan_rl.tasks.sum_digits import SumDigits
 from torchtitan_rl.warm_start import WarmStartConfig
 

@@ -7,6 +7,7 @@ Each flavor leaves its output in OUT/<name>/; a table says which passed, and why
 
 import argparse
 import contextlib
+import math
 import os
 import shutil
 import signal
@@ -19,6 +20,7 @@ from pathlib import Path
 
 from rich.table import Table
 
+from torchtitan_rl.algorithms.policy_loss import LOSSES
 from torchtitan_rl.observability.console import console
 from torchtitan_rl.observability.sinks import read_metrics
 from torchtitan_rl.plugins import nearest
@@ -51,6 +53,12 @@ _SHORT = (
     *("--evaluation.prompts", "32", "--prompts_per_step", "16"),
 )
 
+_LOSSES = tuple(
+    Flavor(name, f"the loss {name}", ("--trainer.loss.name", name))
+    for name in LOSSES
+    if name != "grpo"  # the default
+)
+
 SUITES: dict[str, tuple[Flavor, ...]] = {
     "cpu": (
         Flavor("one_rank", "the default: one trainer rank, one generator", ()),
@@ -58,7 +66,43 @@ SUITES: dict[str, tuple[Flavor, ...]] = {
             "two_ranks",
             "FSDP2 over two gloo ranks",
             ("--trainer.parallelism.data_parallel_shard_degree", "2", "--trainer.threads", "1"),
+        ),
+        Flavor(
+            "everything",
+            "two ranks, two updates a step, both KL terms, every correction, another reduction",
+            (
+                *(
+                    "--trainer.parallelism.data_parallel_shard_degree",
+                    "2",
+                    "--trainer.threads",
+                    "1",
+                ),
+                *("--trainer.updates_per_step", "2", "--trainer.loss.name", "dppo"),
+                *("--trainer.loss.rollout_kl.coef", "0.1", "--trainer.loss.ref_kl.coef", "0.1"),
+                *("--trainer.loss.ref_kl.estimator", "k3"),
+                "--trainer.loss.correction.sequence_outliers.on",
+                "--trainer.loss.correction.token_mask.on",
+                *("--trainer.loss.correction.importance_weight", "token"),
+                *("--trainer.loss.correction.sequence_mask", "geometric"),
+                *("--trainer.loss.reduction", "sequence_mean", "--advantage.length_penalty"),
+            ),
             quick=True,
+        ),
+        *_LOSSES,
+        Flavor(
+            "rollout_kl",
+            "dppo with a soft trust region",
+            ("--trainer.loss.name", "dppo", "--trainer.loss.rollout_kl.coef", "0.1"),
+        ),
+        Flavor(
+            "ref_kl",
+            "KL to the frozen starting model, an actor of its own",
+            ("--trainer.loss.ref_kl.coef", "0.1", "--trainer.loss.ref_kl.estimator", "k3"),
+        ),
+        Flavor(
+            "updates",
+            "four optimizer steps on each batch, so that ratios leave 1",
+            ("--trainer.updates_per_step", "4", "--trainer.loss.name", "gspo"),
         ),
         Flavor(
             "temperature",
@@ -177,6 +221,8 @@ def check(flavor: Flavor, folder: Path) -> str:
     trained = [row for row in rows if "mismatch/max" in row]
     if not trained:
         return "no step trained: all advantages were 0"
+    if not all(math.isfinite(value) for row in rows for value in row.values()):
+        return "a metric is not finite"
     worst = max(row["mismatch/max"] for row in trained)
     if not worst <= flavor.mismatch:
         return f"trainer and generator differ by {worst:.2g}; allowed are {flavor.mismatch:.2g}"

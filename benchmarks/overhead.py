@@ -17,10 +17,10 @@ from common import note, report, tiny_recipe
 
 from torchtitan_rl.actors.engine import SamplingConfig
 from torchtitan_rl.actors.spawn import end_all_processes, spawn
+from torchtitan_rl.config import CheckpointConfig, EvaluationConfig
 from torchtitan_rl.models.tiny import write_tiny_model
 from torchtitan_rl.observability.sinks import read_metrics
 from torchtitan_rl.platform import worker_env
-from torchtitan_rl.settings import CheckpointConfig, EvaluationConfig
 from torchtitan_rl.train import train
 
 ROUNDS = 15

@@ -7,8 +7,8 @@ from typing import Any
 from torchtitan_rl.actors.engine import EngineConfig, SamplingConfig
 from torchtitan_rl.actors.generator import VLLMGenerator
 from torchtitan_rl.actors.trainer import OptimizerConfig, Trainer, constant_lr
+from torchtitan_rl.config import CheckpointConfig, EvaluationConfig
 from torchtitan_rl.controller import Controller
-from torchtitan_rl.settings import CheckpointConfig, EvaluationConfig
 from torchtitan_rl.tasks.task import Example, Reward, Task
 from torchtitan_rl.types import Completion, Episode
 

@@ -37,6 +37,14 @@ def warm() -> Controller.Config:
 '''
 
 
+PLUG_INS = """
+from torchtitan_rl.algorithms.policy_loss import LossOutput
+
+def forgets_weights(inputs):
+    return LossOutput(-(inputs.advantages * inputs.logprobs).sum())
+"""
+
+
 class Started(BaseException):
     """The config was accepted: from here on there are processes. Not to be caught as an error."""
 
@@ -49,6 +57,7 @@ def folder(tmp_path, tiny_model, monkeypatch):
         raise Started
 
     (tmp_path / "config_registry.py").write_text(REGISTRY)
+    (tmp_path / "plug_ins.py").write_text(PLUG_INS)
     shutil.copytree(tiny_model, tmp_path / "model")
     monkeypatch.delitem(sys.modules, "config_registry", raising=False)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if Path(path) != ROOT])
@@ -87,6 +96,35 @@ def test_a_good_config_starts(recipe, folder):
     with pytest.raises(Started):
         train.main(["--config", recipe])
     assert not (folder / "outputs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "note"),
+    [
+        ("--trainer.loss.rollout_kl.coef 0.1 --trainer.loss.rollout_kl.estimator k1", "zero expec"),
+        (
+            "--trainer.loss.name dppo --generator.sampling.no_logprobs",
+            "trainer.loss.name dppo needs the generator's logprobs: recording is switched on",
+        ),
+    ],
+)
+def test_a_doubtful_config_starts_with_a_note(arguments, note, capsys):
+    with pytest.raises(Started):
+        train.main(["--config", "tiny", *arguments.split()])
+    assert note in re.sub(r"\s+", " ", capsys.readouterr().out)
+
+
+def test_what_a_loss_needs_is_switched_on():
+    off = ["--config", "tiny", "--generator.sampling.no_logprobs"]
+    assert not train.parse(off).resolved().generator.sampling.logprobs
+    needed = train.parse([*off, "--trainer.loss.rollout_kl.coef", "0.1"])
+    assert needed.resolved().generator.sampling.logprobs
+
+
+def test_truncated_sampling_goes_with_a_loss_that_has_no_ratio():
+    reinforce = ["--trainer.loss.name", "reinforce", "--generator.sampling.top_p", "0.9"]
+    with pytest.raises(Started):
+        train.main(["--config", "tiny", *reinforce])
 
 
 def test_overrides_reach_the_config():
@@ -136,6 +174,32 @@ def test_the_list_of_recipes(capsys):
         ("--trainer.parallelism.tensor_parallel_degree 3", ["3 does not divide", "heads (4)"]),
         ("--generator.tensor_parallel_degree 4", ["generator tensor parallelism", "heads (2)"]),
         ("--trainer.loss.name grop", ["unknown loss 'grop'; did you mean 'grpo'"]),
+        ("--trainer.loss.name dpo", ["did you mean 'dppo'", "cispo", "gspo", "reinforce"]),
+        ("--trainer.loss.kwargs clip_low -0.1", ["clip_low must be a number 0 to 1; got -0.1"]),
+        ("--trainer.loss.kwargs clip_high wide", ["clip_high must be a number from 0 up"]),
+        ("--trainer.loss.kwargs clip_hihg 0.3", ["loss 'grpo' cannot take", "clip_hihg"]),
+        ("--trainer.loss.reduction mean", ["unknown reduction 'mean'", "token_mean"]),
+        ("--trainer.loss.rollout_kl.coef -1", ["coef", "0 (off) or a positive number; got -1"]),
+        (
+            "--trainer.loss.rollout_kl.estimator k4",
+            ["unknown KL estimator 'k4'", "Known: abs, k1, k2, k3"],
+        ),
+        (
+            "--trainer.loss.correction.token_mask.low 9",
+            ["0 <= low < high; got 9.0 and 5.0"],
+        ),
+        ("--trainer.loss.correction.importance_cap 0", ["importance_cap must be positive"]),
+        ("--trainer.updates_per_step 0", ["updates_per_step must be at least 1"]),
+        (
+            "--generator.sampling.top_k 5 --trainer.loss.name reinforce "
+            "--trainer.loss.rollout_kl.coef 0.1",
+            ["top_k", "the ratios", "without rollout_kl and correction"],
+        ),
+        (
+            "--trainer.loss.ref_kl.coef 0.1 --reference.parallelism.tensor_parallel_degree 3",
+            ["reference tensor parallelism of 3 does not divide"],
+        ),
+        ("--trainer.loss.name plug_ins:forgets_weights", ["leaves out inputs.weights"]),
         ("--advantage.name grop", ["unknown advantage 'grop'; did you mean 'grpo'", "rloo"]),
         ("--advantage.name nowhere:f", ["advantage 'nowhere:f'", "cannot import 'nowhere'"]),
         ("--steps 0", ["steps must be positive; got 0"]),

@@ -3,12 +3,18 @@
 import ast
 import asyncio
 import inspect
+import math
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from torchtitan_rl import train
+from torchtitan_rl.algorithms.objective import LossConfig, objective
+from torchtitan_rl.algorithms.policy_loss import LossInputs
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -33,6 +39,29 @@ def test_the_task_and_the_recipe_train_from_a_folder_of_their_own(tmp_path):
     assert run.returncode == 0, run.stdout + run.stderr
     assert "held-out accuracy" in run.stdout
     assert list(tmp_path.glob("outputs/parity_tiny-*/model/model.safetensors"))
+
+
+def test_the_loss_of_ones_own_is_taken(tmp_path, monkeypatch):
+    (tmp_path / "my_losses.py").write_text(block("my_losses.py"))
+    monkeypatch.syspath_prepend(tmp_path)
+    config = LossConfig(name="my_losses:awr", kwargs={"beta": 0.5})
+    inputs = LossInputs(
+        logprobs=torch.tensor([-1.0, -2.0], requires_grad=True),
+        old_logprobs=torch.tensor([-1.0, -2.0]),
+        advantages=torch.tensor([0.0, 0.5]),
+        weights=torch.ones(2),
+        sequence_ids=torch.tensor([0, 1]),
+    )
+    assert objective(config, inputs).loss_sum.item() == pytest.approx(1 + 2 * math.e)
+
+
+@pytest.mark.parametrize(
+    "command",
+    re.findall(r"torchtitan_rl\.train (--config grpo(?!.*--help).*)$", README, re.MULTILINE),
+)
+def test_the_commands_are_understood(command, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert train.parse(command.split()) is not None
 
 
 async def test_the_notebook_example_runs(tmp_path, monkeypatch, capsys):

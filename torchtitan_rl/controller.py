@@ -7,27 +7,27 @@ Prompts and seeds derive from the step number alone, so a resumed run continues 
 import asyncio
 import time
 from collections.abc import Awaitable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 from torchtitan.config import Configurable
 
 from torchtitan_rl.actors.engine import SamplingConfig
-from torchtitan_rl.actors.generator import VLLMGenerator
-from torchtitan_rl.actors.grader import Grader
 from torchtitan_rl.actors.spawn import (
     Spawned,
     per_rank,
     spawn_generator,
     spawn_grader,
+    spawn_reference,
     spawn_trainer,
     start_monarch,
 )
-from torchtitan_rl.actors.trainer import Trainer
-from torchtitan_rl.algorithms.advantage import BASELINES, AdvantageConfig
-from torchtitan_rl.batching.grid import make_grid
+from torchtitan_rl.batching.grid import Grid, deal_groups, make_grid
+from torchtitan_rl.batching.reduction import weigh
 from torchtitan_rl.batching.schema import validate
+from torchtitan_rl.config import RunConfig
+from torchtitan_rl.models.parallel import TrainerParallelism
 from torchtitan_rl.models.render import ChatRenderer
 from torchtitan_rl.models.spec import check_parallelism, model_spec, read_hf_config
 from torchtitan_rl.observability.console import StepProgress, console, print_summary, step_line
@@ -37,11 +37,9 @@ from torchtitan_rl.observability.run_folder import RunFolder
 from torchtitan_rl.observability.sinks import MetricsLog
 from torchtitan_rl.platform import check_gpus
 from torchtitan_rl.rollout import Group, UntrainableSteps, make_episodes
-from torchtitan_rl.settings import CheckpointConfig, EvaluationConfig
 from torchtitan_rl.tasks.task import Example, Task
 from torchtitan_rl.types import Completion, Episode
 from torchtitan_rl.waiting import Clock, Interrupted, answer, together, unless
-from torchtitan_rl.warm_start import WarmStartConfig
 
 Answer = TypeVar("Answer")
 
@@ -55,88 +53,13 @@ class Controller(Configurable):
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(Configurable.Config):
-        model: str = ""
-        """HF folder to start from; empty with a warm start: a folder it makes and caches."""
-        warm_start: WarmStartConfig | None = None
-        """Makes a starting model by imitation when there is none yet."""
-        task: Task.Config
-        """What to learn."""
-        steps: int = 100
-        """Training steps."""
-        prompts_per_step: int = 32
-        """Prompt groups in one step."""
-        generator: VLLMGenerator.Config = field(default_factory=VLLMGenerator.Config)
-        grader: Grader.Config = field(default_factory=Grader.Config)
-        trainer: Trainer.Config = field(default_factory=Trainer.Config)
-        advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
-        evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-        checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-        thinking: bool = False
-        """Leave it to the model whether to think; else its turn starts behind an empty thought."""
-        seed: int = 0
-        """Of prompts, samples and the starting model."""
-        output_dir: str = "outputs"
-        """Folder of all runs."""
-        run_name: str = ""
-        """Folder of this run under output_dir; empty: the recipe's name and the time."""
-        resume: bool = False
-        """Continue the run in output_dir/run_name from its latest checkpoint."""
-        deadline_seconds: float = 1800.0
-        """Longest wait for any one answer of an actor."""
-        most_untrainable_steps: int = 20
-        """Stop after so many steps in a row in which no group had differing rewards."""
-
-        def __post_init__(self) -> None:
-            for name in ("steps", "prompts_per_step", "deadline_seconds"):
-                if getattr(self, name) <= 0:
-                    raise ValueError(f"{name} must be positive; got {getattr(self, name)}")
-            sampling, engine = self.generator.sampling, self.generator.engine
-            if sampling.temperature == 0:
-                raise ValueError(
-                    "generator.sampling.temperature is 0: greedy samples of a prompt are all equal "
-                    "and teach nothing; use a temperature above 0 (evaluation is greedy anyway)"
-                )
-            if sampling.truncates:
-                raise ValueError(
-                    "generator.sampling.top_p < 1 or top_k > 0 cuts tokens off, so the recorded "
-                    "logprobs are not those the trainer computes; use top_p = 1 and top_k = 0"
-                )
-            if self.trainer.tokens_per_microbatch < engine.max_model_len:
-                raise ValueError(
-                    f"trainer.tokens_per_microbatch ({self.trainer.tokens_per_microbatch}) cannot "
-                    f"hold one episode of generator.engine.max_model_len ({engine.max_model_len})"
-                )
-            if sampling.n == 1 and self.advantage.name in BASELINES:
-                raise ValueError(
-                    f"with one sample per prompt every {self.advantage.name!r} advantage is 0; use "
-                    "generator.sampling.n of 2 or more, or advantage.name 'reward'"
-                )
-            if not self.model and self.warm_start is None:
-                raise ValueError("model is empty: give the path of an HF folder")
-
-        @property
-        def samples_per_prompt(self) -> int:
-            """Completions of each prompt, i.e. the size of a group."""
-            return self.generator.sampling.n
-
-        @property
-        def gpus(self) -> int:
-            """GPUs a run takes on a CUDA machine: the trainer's, then the generator's."""
-            return self.trainer.parallelism.world_size + self.generator.tensor_parallel_degree
-
-        @property
-        def model_folder(self) -> Path:
-            if self.model or self.warm_start is None:
-                return Path(self.model).absolute()
-            return self.warm_start.folder(
-                self.task, seed=self.seed, thinking=self.thinking
-            ).absolute()
+    class Config(RunConfig):
+        """What can be set: see config.py."""
 
     config: Config
 
     def __init__(self, config: Config) -> None:
-        self.config = config
+        config = self.config = config.resolved()
         if not config.run_name:
             raise ValueError("run_name is empty: name the folder of the run under output_dir")
         check_gpus(config.gpus)
@@ -145,6 +68,7 @@ class Controller(Configurable):
         for who, degree in (
             ("trainer", config.trainer.parallelism.tensor_parallel_degree),
             ("generator", config.generator.tensor_parallel_degree),
+            ("reference", config.reference.parallelism.tensor_parallel_degree),
         ):
             check_parallelism(hf_config, tensor_parallel=degree, who=who)
         self.vocab_size: int = hf_config["vocab_size"]
@@ -153,6 +77,7 @@ class Controller(Configurable):
         self.renderer = ChatRenderer(config.model_folder, thinking=config.thinking)
         self.heldout = self.groups("heldout", self.task.heldout_examples(config.evaluation.prompts))
         self.spawned: list[Spawned] = []
+        self.reference: Spawned | None = None
         self.steps_done = 0
         self.policy_version = 0
         self.untrainable = UntrainableSteps(config.most_untrainable_steps)
@@ -267,18 +192,40 @@ class Controller(Configurable):
             group.scored = scored
 
     async def train(self, episodes: list[Episode]) -> dict[str, float]:
-        """One optimizer step on these episodes."""
-        validate(episodes, vocab_size=self.vocab_size, version=self.policy_version)
-        trainer = self.config.trainer
-        grid = make_grid(
-            episodes,
-            dp_degree=trainer.parallelism.dp_degree,
-            tokens_per_microbatch=trainer.tokens_per_microbatch,
-        )
-        call = self.trainer.actor.train_step.call(grid)
+        """Optimizer steps on these episodes: one, unless trainer.updates_per_step says more."""
+        config, version = self.config.trainer, self.policy_version
+        if self.reference:
+            episodes = await self.add_ref_logprobs(episodes)
+        needs = config.loss.needs()
+        validate(episodes, vocab_size=self.vocab_size, version=version, needs=needs)
+        longest = self.config.generator.sampling.max_tokens
+        grids = [
+            self.grid(weigh(part, config.loss.reduction, fixed_length=longest), config.parallelism)
+            for part in deal_groups(episodes, config.updates_per_step)
+        ]
+        call = self.trainer.actor.train_step.call(*grids)
         metrics = merge_metrics(per_rank(await self.answer("the trainer to train", call)))
         self.policy_version += 1
-        return {**flatten(metrics), "padding_share": grid.padding_share}
+        padding = sum(grid.padding_share for grid in grids) / len(grids)
+        return {**flatten(metrics), "padding_share": padding}
+
+    def grid(self, episodes: list[Episode], parallelism: TrainerParallelism) -> Grid:
+        budget = self.config.trainer.tokens_per_microbatch
+        return make_grid(episodes, dp_degree=parallelism.dp_degree, tokens_per_microbatch=budget)
+
+    async def add_ref_logprobs(self, episodes: list[Episode]) -> list[Episode]:
+        """The episodes with the logprobs of their tokens under the frozen reference model."""
+        assert self.reference is not None
+        parallelism = self.config.reference.parallelism
+        grid = self.grid(episodes, parallelism)
+        call = self.reference.actor.logprobs.call(grid)
+        ranks = per_rank(await self.answer("the reference to compute logprobs", call))
+        # Ranks that share each layer give the same answer; the first of them is enough.
+        rows = grid.read_back(ranks[:: parallelism.tensor_parallel_degree])
+        return [
+            replace(e, ref_logprobs=row[len(e.prompt_token_ids) : e.length].tolist())
+            for e, row in zip(episodes, rows, strict=True)
+        ]
 
     async def sync_weights(self) -> None:
         """Send the trainer's weights to the generator: publish a snapshot, pull its handle."""
@@ -289,7 +236,7 @@ class Controller(Configurable):
 
     async def evaluate(self) -> dict[str, float]:
         """Greedy accuracy and reward on the held-out prompts."""
-        greedy = replace(self.config.generator.sampling, n=1, temperature=0.0)
+        greedy = replace(self.config.generator.sampling, n=1, temperature=0.0, logprobs=False)
         await self.grade(self.heldout, await self.generate(self.heldout, greedy))
         scored = [sample for group in self.heldout for sample in group.scored]
         return {
@@ -333,7 +280,9 @@ class Controller(Configurable):
     async def _spawn(self) -> None:
         config, folder = self.config, self.folder
         model = str(config.model_folder)
-        trainer_gpus = config.trainer.parallelism.world_size
+        generator_gpus = range(
+            config.trainer_gpus, config.trainer_gpus + config.generator.tensor_parallel_degree
+        )
         trainer = spawn_trainer(
             config.trainer,
             model=model,
@@ -342,22 +291,32 @@ class Controller(Configurable):
             keep=config.checkpoint.keep,
             seed=config.seed,
             resume=config.resume,
-            gpus=range(trainer_gpus),
+            gpus=range(config.trainer_gpus),
             log_file=folder.log_file("trainer"),
         )
         generator = spawn_generator(
             config.generator,
             model=model,
             seed=config.seed,
-            gpus=range(trainer_gpus, config.gpus),
+            gpus=generator_gpus,
             log_file=folder.log_file("generator"),
         )
         grader = spawn_grader(
             config.grader, config.task, seed=config.seed, log_file=folder.log_file("grader")
         )
-        self.trainer, self.generator, self.grader = await together(
-            *(self._owned(spawning) for spawning in (trainer, generator, grader))
+        spawning = [trainer, generator, grader]
+        if config.has_reference:
+            reference_gpus = range(generator_gpus.stop, config.gpus)
+            log_file = folder.log_file("reference")
+            spawning.append(
+                spawn_reference(
+                    config.reference, model=model, gpus=reference_gpus, log_file=log_file
+                )
+            )
+        self.trainer, self.generator, self.grader, *more = await together(
+            *map(self._owned, spawning)
         )
+        self.reference = more[0] if more else None
 
     async def _owned(self, spawning: Awaitable[Spawned]) -> Spawned:
         spawned = await spawning

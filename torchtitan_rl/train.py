@@ -110,7 +110,9 @@ def print_recipes(found: dict[str, recipes.Recipe]) -> None:
 
 
 def check(config: Controller.Config) -> None:
-    """Everything that can be found wrong before a process starts."""
+    """Everything that can be found wrong, or worth a word, before a process starts."""
+    for notice in config.notices():
+        console.print(f"note: {notice}", markup=False)
     if config.model or config.warm_start is None or config.model_folder.exists():
         Controller(config).folder.changes(config.to_dict())
         return

@@ -22,8 +22,9 @@ class Completion:
     prompt_token_ids: list[int]
     text: str
     token_ids: list[int]
-    token_logprobs: list[float]
-    """log p(token) under the distribution that was sampled from, i.e. after temperature."""
+    token_logprobs: list[float] | None
+    """log p(token) under the distribution that was sampled from, i.e. after temperature; None when
+    `SamplingConfig.logprobs` is off."""
     finish_reason: FinishReason
     routed_experts: Any | None = None
     """[tokens, layers, top_k] experts the router chose; only for router replay."""
@@ -59,6 +60,10 @@ class Episode:
     task: str
     group_id: str
     temperature: float = 1.0
+    weight: float = 1.0
+    """Multiplies its loss; set by the reduction."""
+    ref_logprobs: list[float] | None = None
+    """Logprobs of `token_ids` under the frozen reference model, when there is one."""
     loss_mask: list[bool] | None = None
     """Which tokens train; None means all of `token_ids` and none of the prompt."""
 

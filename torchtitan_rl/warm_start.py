@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from torchtitan.components.optimizer import LRSchedulersContainer
 
 from torchtitan_rl.actors.trainer import OptimizerConfig, Trainer
-from torchtitan_rl.algorithms.policy_loss import LossConfig
+from torchtitan_rl.algorithms.objective import LossConfig
 from torchtitan_rl.models.tiny import TINY_QWEN3, write_tiny_model
 from torchtitan_rl.observability.console import StepProgress, console
 from torchtitan_rl.tasks.task import Task
@@ -144,6 +144,7 @@ def supervised_trainer(config: "Controller.Config") -> Trainer.Config:
     return replace(
         config.trainer,
         loss=LossConfig(),
+        updates_per_step=1,
         optimizer=OptimizerConfig(lr=warm.lr, betas=(0.9, 0.99)),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=warm.warmup_steps),
     )

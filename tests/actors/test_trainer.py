@@ -1,5 +1,6 @@
 """The trainer on real gloo ranks: gradients, steps, checkpoints, HF in and out, weight sync."""
 
+import asyncio
 import random
 
 import pytest
@@ -11,10 +12,21 @@ from transformers import AutoModelForCausalLM
 from tests.support import episode, small_engine
 from torchtitan_rl.actors.engine import SamplingConfig
 from torchtitan_rl.actors.generator import VLLMGenerator
-from torchtitan_rl.actors.spawn import per_rank, spawn_generator, spawn_trainer
+from torchtitan_rl.actors.reference import Reference
+from torchtitan_rl.actors.spawn import (
+    per_rank,
+    spawn_generator,
+    spawn_reference,
+    spawn_trainer,
+)
 from torchtitan_rl.actors.trainer import OptimizerConfig, Trainer
+from torchtitan_rl.algorithms.correction import CorrectionConfig
+from torchtitan_rl.algorithms.kl import KLConfig
+from torchtitan_rl.algorithms.objective import LossConfig
+from torchtitan_rl.algorithms.policy_loss import LOSSES
 from torchtitan_rl.batching.grid import make_grid
-from torchtitan_rl.batching.schema import FIELDS, microbatch
+from torchtitan_rl.batching.reduction import weigh
+from torchtitan_rl.batching.schema import microbatch, present_fields
 from torchtitan_rl.models.parallel import TrainerParallelism
 from torchtitan_rl.models.tiny import write_tiny_model
 from torchtitan_rl.observability.metrics import flatten, merge_metrics
@@ -29,7 +41,8 @@ def random_episodes(count: int, *, longest: int, seed: int = 0):
             episode(
                 prompt_token_ids=[rng.randrange(250) for _ in range(rng.randint(1, 20))],
                 token_ids=[rng.randrange(250) for _ in range(new)],
-                token_logprobs=[rng.uniform(-8, -3) for _ in range(new)],
+                token_logprobs=[rng.uniform(-6, -5) for _ in range(new)],
+                ref_logprobs=[rng.uniform(-6, -5) for _ in range(new)],
                 advantage=rng.gauss(0, 1),
                 temperature=rng.choice([0.7, 1.0, 1.3]),
                 group_id=str(i),
@@ -52,30 +65,35 @@ async def start_trainer(model, folder, ranks, tensor_parallel=1, **kwargs):
 
 
 @pytest.fixture(scope="module")
-async def trainer(tiny_model, tmp_path_factory):
-    spawned = await start_trainer(tiny_model, tmp_path_factory.mktemp("one"), ranks=1)
-    yield spawned.actor
-    await spawned.stop()
+async def trainers(tiny_model, tmp_path_factory):
+    """One rank, two data-parallel ranks, two tensor-parallel ranks; started side by side."""
+    spawned = await asyncio.gather(
+        start_trainer(tiny_model, tmp_path_factory.mktemp("one"), ranks=1),
+        start_trainer(tiny_model, tmp_path_factory.mktemp("two"), ranks=2),
+        start_trainer(tiny_model, tmp_path_factory.mktemp("tp"), ranks=1, tensor_parallel=2),
+    )
+    yield [s.actor for s in spawned]
+    await asyncio.gather(*(s.stop() for s in spawned))
 
 
 @pytest.fixture(scope="module")
-async def two_ranks(tiny_model, tmp_path_factory):
-    spawned = await start_trainer(tiny_model, tmp_path_factory.mktemp("two"), ranks=2)
-    yield spawned.actor
-    await spawned.stop()
+def trainer(trainers):
+    return trainers[0]
 
 
 @pytest.fixture(scope="module")
-async def tensor_parallel(tiny_model, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tp")
-    spawned = await start_trainer(tiny_model, folder, ranks=1, tensor_parallel=2)
-    yield spawned.actor
-    await spawned.stop()
+def two_ranks(trainers):
+    return trainers[1]
 
 
-async def gradients(trainer, episodes, *, dp_degree, budget):
+@pytest.fixture(scope="module")
+def tensor_parallel(trainers):
+    return trainers[2]
+
+
+async def gradients(trainer, episodes, *, dp_degree, budget, loss=None):
     grid = make_grid(episodes, dp_degree=dp_degree, tokens_per_microbatch=budget)
-    return per_rank(await trainer.gradients.call(grid))[0]
+    return per_rank(await trainer.gradients.call(grid, loss=loss))[0]
 
 
 def relative_difference(left, right) -> float:
@@ -100,7 +118,24 @@ async def test_any_split_and_any_sharding_give_the_same_gradient(
     sharded = await gradients(two_ranks, episodes, dp_degree=2, budget=budget)
     sliced = await gradients(tensor_parallel, episodes, dp_degree=1, budget=budget)
     for other in (split, sharded, sliced):
-        assert relative_difference(other, whole) < 2e-6
+        assert relative_difference(other, whole) < 1e-6
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+async def test_every_loss_has_the_same_gradient_however_it_is_split(trainer, two_ranks, loss):
+    """With every term on and sequences of very uneven length, some of them on a rank alone."""
+    config = LossConfig(
+        name=loss,
+        rollout_kl=KLConfig(coef=0.1),
+        ref_kl=KLConfig(coef=0.1, estimator="k3"),
+        correction=CorrectionConfig(importance_weight="sequence", sequence_mask="product"),
+    )
+    episodes = weigh(random_episodes(9, longest=60, seed=3), "prompt_mean", fixed_length=60)
+    whole = await gradients(trainer, episodes, dp_degree=1, budget=100_000, loss=config)
+    split = await gradients(trainer, episodes, dp_degree=1, budget=100, loss=config)
+    sharded = await gradients(two_ranks, episodes[::-1], dp_degree=2, budget=100, loss=config)
+    for other in (split, sharded):
+        assert relative_difference(other, whole) < 1e-6
 
 
 async def test_the_gradient_is_that_of_the_formula(trainer, tiny_model):
@@ -132,25 +167,21 @@ async def test_a_resumed_trainer_goes_on_as_if_it_had_not_stopped(tiny_model, tm
     async def steps(actor, count):
         return [flatten((per_rank(await actor.train_step.call(grid)))[0]) for _ in range(count)]
 
-    straight = await start_trainer(tiny_model, tmp_path / "straight", ranks=1)
+    straight, stopped = await asyncio.gather(
+        start_trainer(tiny_model, tmp_path / "straight", ranks=1),
+        start_trainer(tiny_model, tmp_path / "run", ranks=1),
+    )
     expected = await steps(straight.actor, 4)
-    await straight.stop()
-
-    stopped = await start_trainer(tiny_model, tmp_path / "run", ranks=1)
     first = await steps(stopped.actor, 2)
     await stopped.actor.save.call(2)
-    await stopped.stop()
+    await asyncio.gather(straight.stop(), stopped.stop())
+    # A checkpoint that was cut off half-way (no .metadata yet) is passed over.
+    (tmp_path / "run" / "step-9").mkdir()
+    (tmp_path / "run" / "step-9" / "__0_0.distcp").write_bytes(b"half")
     resumed = await start_trainer(tiny_model, tmp_path / "run", ranks=1, resume=True)
     assert per_rank(await resumed.actor.steps_done.call()) == [2]
     assert first + await steps(resumed.actor, 2) == expected
     await resumed.stop()
-
-    # A checkpoint that was cut off half-way (no .metadata yet) is passed over.
-    (tmp_path / "run" / "step-9").mkdir()
-    (tmp_path / "run" / "step-9" / "__0_0.distcp").write_bytes(b"half")
-    again = await start_trainer(tiny_model, tmp_path / "run", ranks=1, resume=True)
-    assert per_rank(await again.actor.steps_done.call()) == [2]
-    await again.stop()
 
 
 async def test_an_export_is_what_transformers_loads(two_ranks, tmp_path, tiny_model):
@@ -165,11 +196,12 @@ async def test_an_export_is_what_transformers_loads(two_ranks, tmp_path, tiny_mo
 async def test_a_gradient_that_is_not_finite_changes_nothing(trainer):
     bad = [episode(advantage=float("inf"))]
     grid = make_grid(bad, dp_degree=1, tokens_per_microbatch=64)
-    cell = microbatch([episode()], FIELDS)
+    cell = microbatch([episode()], present_fields([episode()]))
     before = per_rank(await trainer.logprobs.call(cell))[0]
     with pytest.raises(ActorError, match="gradient norm is nan"):
         await trainer.train_step.call(grid)
-    assert torch.equal(before, per_rank(await trainer.logprobs.call(cell))[0])
+    after = per_rank(await trainer.logprobs.call(cell))[0]
+    assert torch.equal(before[:, 3:], after[:, 3:])
     fine = await gradients(trainer, random_episodes(2, longest=5), dp_degree=1, budget=64)
     assert all(torch.isfinite(g).all() for g in fine.values())
 
@@ -201,7 +233,9 @@ async def test_swapped_weights_serve_the_trainers_policy(tiny_model, tmp_path):
                 token_logprobs=c.token_logprobs,
                 temperature=0.8,
             )
-            trained = per_rank(await trainer.actor.logprobs.call(microbatch([e], FIELDS)))[0]
+            trained = per_rank(
+                await trainer.actor.logprobs.call(microbatch([e], present_fields([e])))
+            )[0]
             theirs = torch.tensor(c.token_logprobs)
             assert (trained[0, -len(theirs) :] - theirs).abs().max() <= 1e-4
         seen.append([c.token_logprobs for c in completions])
@@ -210,8 +244,23 @@ async def test_swapped_weights_serve_the_trainers_policy(tiny_model, tmp_path):
     await generator.stop()
 
 
+async def test_the_reference_stays_and_reads_back_in_order(trainer, tiny_model):
+    """Its logprobs on two ranks are those the one-rank trainer starts with, episode by episode."""
+    config = Reference.Config(parallelism=TrainerParallelism(data_parallel_shard_degree=2))
+    reference = await spawn_reference(config, model=str(tiny_model))
+    episodes = random_episodes(7, longest=30)
+    grid = make_grid(episodes, dp_degree=2, tokens_per_microbatch=64)
+    rows = grid.read_back(per_rank(await reference.actor.logprobs.call(grid)))
+    for e, row in zip(episodes, rows, strict=True):
+        alone = per_rank(await trainer.logprobs.call(microbatch([e], present_fields([e]))))[0][0]
+        assert torch.isnan(row[: len(e.prompt_token_ids)]).all()
+        new = slice(len(e.prompt_token_ids), e.length)
+        torch.testing.assert_close(row[new], alone[new], rtol=0, atol=1e-5)
+    await reference.stop()
+
+
 async def test_metrics_of_two_ranks_merge_to_those_of_one(trainer, two_ranks):
-    """The last of the module: it takes steps with the shared trainers."""
+    """Near the end of the module: it takes steps with the shared trainers."""
     episodes = random_episodes(9, longest=20)
     values = []
     for ranks, actor in ((1, trainer), (2, two_ranks)):
@@ -222,3 +271,16 @@ async def test_metrics_of_two_ranks_merge_to_those_of_one(trainer, two_ranks):
         assert one.keys() == two.keys()
         assert one == pytest.approx(two, rel=1e-4, abs=1e-6)
     assert values[0][0]["train/entropy"] != values[0][1]["train/entropy"]
+
+
+async def test_later_updates_of_a_batch_know_the_policy_it_started_with(trainer):
+    grid = make_grid(random_episodes(6, longest=20), dp_degree=1, tokens_per_microbatch=256)
+    version = per_rank(await trainer.publish_weights.call())[0].version
+    once, thrice = [
+        flatten(merge_metrics(per_rank(await trainer.train_step.call(*[grid] * times))))
+        for times in (1, 3)
+    ]
+    # At the first update the ratio is 1 everywhere. Steps this large leave the trust region.
+    assert once["loss/masked_high_share"] == once["loss/masked_low_share"] == 0
+    assert thrice["loss/masked_high_share"] + thrice["loss/masked_low_share"] > 0
+    assert per_rank(await trainer.publish_weights.call())[0].version == version + 2

@@ -6,14 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support import episode
-from torchtitan_rl.batching.grid import make_grid
+from torchtitan_rl.batching.grid import deal_groups, make_grid
 from torchtitan_rl.batching.schema import FIELDS, present_fields
 
 
 @st.composite
 def batches(draw):
     """Episodes with distinct advantages to know them by, ranks, and a budget that fits each."""
-    sampled = draw(st.booleans())
+    sampled, with_reference = draw(st.booleans()), draw(st.booleans())
     episodes = []
     for number in range(1, draw(st.integers(1, 14)) + 1):
         prompt = draw(st.lists(st.integers(0, 99), min_size=1, max_size=6))
@@ -25,8 +25,10 @@ def batches(draw):
                 prompt_token_ids=prompt,
                 token_ids=tokens,
                 token_logprobs=[-0.25 * i for i in range(len(tokens))] if sampled else None,
+                ref_logprobs=[-0.5 * i for i in range(len(tokens))] if with_reference else None,
                 advantage=float(number),
                 temperature=number / 4,
+                weight=number / 8,
                 loss_mask=draw(st.sampled_from([None, mask])),
             )
         )
@@ -67,6 +69,32 @@ def test_every_episode_is_in_exactly_one_row_with_its_values_intact(batch):
             expected = [*field.of(one), *[field.pad] * (width - one.length)]
             wanted = torch.tensor(expected, dtype=field.dtype)
             torch.testing.assert_close(row[field.name], wanted, rtol=0, atol=0, equal_nan=True)
+
+
+@settings(deadline=None)
+@given(batch=batches())
+def test_origins_say_which_episode_each_row_is(batch):
+    episodes, sizes = batch
+    grid = make_grid(episodes, **sizes)
+    for cells, origins in zip(grid.cells, grid.origins, strict=True):
+        for cell, origin in zip(cells, origins, strict=True):
+            # An all-padding cell has one row, of advantage 0, and no origin.
+            expected = [episodes[index].advantage for index in origin] or [0.0]
+            assert cell["advantages"][:, 0].tolist() == expected
+
+
+@settings(deadline=None)
+@given(batch=batches())
+def test_what_the_ranks_return_is_read_back_in_the_order_of_the_episodes(batch):
+    episodes, sizes = batch
+    grid = make_grid(episodes, **sizes)
+    columns = [
+        [row[rank]["tokens"] * 10 + 1 for row in grid.cells] for rank in range(sizes["dp_degree"])
+    ]
+    rows = grid.read_back(columns)
+    assert [row[: e.length].tolist() for e, row in zip(episodes, rows, strict=True)] == [
+        [10 * token + 1 for token in e.prompt_token_ids + e.token_ids] for e in episodes
+    ]
 
 
 @settings(deadline=None)
@@ -136,10 +164,11 @@ def test_the_layout_by_table(lengths, dp_degree, budget, shapes, padding_share):
 
 
 def test_a_rank_without_an_episode_gets_padding_with_every_field_that_trains_nothing():
-    grid = make_grid([episode()], dp_degree=3, tokens_per_microbatch=8)
+    grid = make_grid([episode(ref_logprobs=[-1, -2])], dp_degree=3, tokens_per_microbatch=8)
     for padding in grid.cells[0][1:]:
         assert padding.keys() == {field.name for field in FIELDS}
         assert not padding["loss_mask"].any()
+        assert padding["weights"].item() == 0
 
 
 def test_an_episode_over_the_budget_is_refused_by_name():
@@ -152,3 +181,35 @@ def test_an_episode_over_the_budget_is_refused_by_name():
 def test_no_episodes_are_refused():
     with pytest.raises(ValueError, match="no episodes"):
         make_grid([], dp_degree=1, tokens_per_microbatch=8)
+
+
+@pytest.mark.parametrize(
+    ("groups", "parts", "dealt"),
+    [
+        ("abcde", 2, ["ace", "bd"]),
+        ("abcde", 1, ["abcde"]),
+        ("aabbcc", 2, ["aacc", "bb"]),
+        # A group's episodes need not stand together.
+        ("abab", 2, ["aa", "bb"]),
+        ("aabb", 3, ["aa", "bb"]),
+        ("aaaa", 2, ["aaaa"]),
+    ],
+)
+def test_groups_dealt_by_table(groups, parts, dealt):
+    episodes = [episode(group_id=group) for group in groups]
+    assert ["".join(e.group_id for e in part) for part in deal_groups(episodes, parts)] == dealt
+
+
+@settings(deadline=None)
+@given(
+    groups=st.lists(st.sampled_from("abcdefg"), min_size=1, max_size=20), parts=st.integers(1, 9)
+)
+def test_groups_stay_whole_no_part_is_empty_and_every_episode_is_dealt_once(groups, parts):
+    episodes = [episode(group_id=g, advantage=float(i)) for i, g in enumerate(groups)]
+    hands = deal_groups(episodes, parts)
+    assert len(hands) == min(parts, len(set(groups)))
+    assert all(hands)
+    assert sorted(e.advantage for hand in hands for e in hand) == [e.advantage for e in episodes]
+    ids = [{e.group_id for e in hand} for hand in hands]
+    assert sum(map(len, ids)) == len(set(groups))
+    assert max(map(len, ids)) - min(map(len, ids)) <= 1

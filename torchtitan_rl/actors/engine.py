@@ -48,6 +48,9 @@ class SamplingConfig:
     stop: list[str] = field(default_factory=list)
     """Strings that end a completion, besides the model's own end-of-turn tokens."""
 
+    logprobs: bool = True
+    """Record the logprob of every sampled token, which most losses and the mismatch metrics use."""
+
     def __post_init__(self) -> None:
         checks = {
             "n must be at least 1": self.n >= 1,
@@ -277,7 +280,7 @@ class Engine:
             max_tokens=sampling.max_tokens,
             stop=sampling.stop,
             seed=sample_seed(self._seed, group_id, sample) if sampling.temperature > 0 else None,
-            logprobs=0,  # of the sampled token only
+            logprobs=0 if sampling.logprobs else None,  # of the sampled token only
             # Text is decoded once, at the end; only stop strings need it token by token.
             detokenize=bool(sampling.stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -293,7 +296,8 @@ class Engine:
             prompt_token_ids=list(output.prompt_token_ids),
             text="",
             token_ids=token_ids,
-            token_logprobs=[
+            token_logprobs=made.logprobs
+            and [
                 position[token].logprob
                 for token, position in zip(token_ids, made.logprobs, strict=True)
             ],

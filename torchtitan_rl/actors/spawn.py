@@ -1,6 +1,7 @@
 """Spawn an actor on processes of its own: one mesh per actor, so a death takes nobody else along.
 
-`spawn_generator`, `spawn_grader` and `spawn_trainer` are all a script or a notebook needs.
+`spawn_generator`, `spawn_grader`, `spawn_trainer` and `spawn_reference` are all that a script or a
+notebook needs.
 """
 
 import asyncio
@@ -20,6 +21,7 @@ from monarch.spmd import setup_torch_elastic_env_async
 
 from torchtitan_rl.actors.generator import VLLMGenerator
 from torchtitan_rl.actors.grader import Grader
+from torchtitan_rl.actors.reference import Reference
 from torchtitan_rl.actors.trainer import Trainer
 from torchtitan_rl.platform import worker_env
 from torchtitan_rl.platform.worker_main import LOG_VARIABLE
@@ -112,6 +114,26 @@ async def spawn_trainer(
         log_file=log_file,
     )
     return await _ready(trainer, trainer.actor.setup.call(resume=resume))
+
+
+async def spawn_reference(
+    config: Reference.Config,
+    *,
+    model: str,
+    gpus: Sequence[int] | None = None,
+    log_file: str | None = None,
+) -> Spawned:
+    """A frozen reference model that has loaded the HF folder `model`."""
+    reference = await spawn(
+        Reference,
+        config,
+        model=str(model),
+        env=worker_env(config.threads, role="reference", gpus=gpus),
+        processes=config.parallelism.world_size,
+        distributed=True,
+        log_file=log_file,
+    )
+    return await _ready(reference, reference.actor.setup.call())
 
 
 async def spawn(

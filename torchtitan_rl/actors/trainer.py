@@ -4,7 +4,6 @@ SPMD over a mesh of `data_parallel x tensor_parallel` processes. It is blind to 
 takes a grid of per-token streams, calls the configured loss, and returns metrics.
 """
 
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -17,26 +16,20 @@ from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.config import Configurable
 from torchtitan.distributed import utils as dist_utils
 
-from torchtitan_rl.algorithms.policy_loss import (
-    LOSSES,
-    LossConfig,
-    LossInputs,
-    token_logprobs,
-)
+from torchtitan_rl.algorithms.objective import LossConfig, objective
+from torchtitan_rl.algorithms.policy_loss import LossInputs
 from torchtitan_rl.batching.grid import Grid
 from torchtitan_rl.batching.schema import Microbatch
 from torchtitan_rl.models.checkpoint import Checkpoints, TrainState
-from torchtitan_rl.models.parallel import TrainerParallelism, build_parallel_model
-from torchtitan_rl.models.spec import model_spec
+from torchtitan_rl.models.parallel import TrainerParallelism
+from torchtitan_rl.models.rank import ModelRank
 from torchtitan_rl.observability.metrics import (
-    Distribution,
     Mean,
     Metrics,
     Same,
     merge_metrics,
 )
 from torchtitan_rl.platform import Dtype, device_type
-from torchtitan_rl.plugins import resolve
 from torchtitan_rl.weight_sync.handle import Transport, WeightHandle, make_publisher
 
 
@@ -84,6 +77,8 @@ class Trainer(Actor, Configurable):
         lr_scheduler: LRSchedulersContainer.Config = field(default_factory=constant_lr)
         """torchtitan's schedule: warm-up, stable, decay."""
         loss: LossConfig = field(default_factory=LossConfig)
+        updates_per_step: int = 1
+        """Optimizer steps on the episodes of one step; each takes an equal share of the groups."""
         max_grad_norm: float = 1.0
         """Gradients are scaled down to this norm."""
         tokens_per_microbatch: int = 16384
@@ -101,6 +96,8 @@ class Trainer(Actor, Configurable):
         def __post_init__(self) -> None:
             if self.tokens_per_microbatch < 1:
                 raise ValueError("trainer.tokens_per_microbatch must be at least 1")
+            if self.updates_per_step < 1:
+                raise ValueError("trainer.updates_per_step must be at least 1")
             if self.max_grad_norm <= 0:
                 raise ValueError("trainer.max_grad_norm must be positive")
 
@@ -125,22 +122,14 @@ class Trainer(Actor, Configurable):
         """Build everything and load weights: the latest checkpoint if `resume` and there is one,
         else the HF folder."""
         config = self.config
-        torch.manual_seed(self._seed)
-        dist.init_process_group("gloo" if device_type() == "cpu" else "cuda:nccl,cpu:gloo")
-        self.device = torch.device(device_type())
-        if device_type() == "cuda":
-            self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-            torch.cuda.set_device(self.device)
-        # As torchtitan does: recomputation in the backward pass needs the thread that set it up.
-        torch.autograd.set_multithreading_enabled(False)
-
-        spec = model_spec(self._model_folder)
-        self.model, self.parallel_dims = build_parallel_model(
-            spec,
+        self.rank = ModelRank(
+            self._model_folder,
             config.parallelism,
             dtype=config.dtype,
+            seed=self._seed,
             activation_checkpoint=config.activation_checkpoint,
         )
+        self.model = self.rank.model
         optimizer = config.optimizer
         container = default_adamw(
             lr=optimizer.lr,
@@ -153,7 +142,6 @@ class Trainer(Actor, Configurable):
         self.lr_schedulers = config.lr_scheduler.build(
             optimizers=self.optimizers, training_steps=self._steps
         )
-        self.loss_fn = resolve(config.loss.name, LOSSES, what="loss")
         self.publisher = make_publisher(config.weight_sync)
         self.state = TrainState()
         self.checkpoints = Checkpoints(
@@ -163,7 +151,7 @@ class Trainer(Actor, Configurable):
             optimizers=self.optimizers,
             lr_schedulers=self.lr_schedulers,
             state=self.state,
-            adapter=spec.state_dict_adapter(spec.model, self._model_folder),
+            adapter=self.rank.adapter,
         )
         self.checkpoints.load(resume=resume)
 
@@ -173,35 +161,26 @@ class Trainer(Actor, Configurable):
         return self.state.step
 
     @endpoint
-    async def train_step(self, grid: Grid) -> Metrics:
-        """One optimizer step on the global batch; returns this rank's share of the metrics."""
+    async def train_step(self, *grids: Grid) -> Metrics:
+        """One optimizer step on each grid, a part of the global batch; returns this rank's share of
+        the metrics."""
         learning_rate = self.lr_schedulers.schedulers[0].get_last_lr()[0]
-        column = [row[self._dp_rank] for row in grid.cells]
-        metrics = merge_metrics(self._forward_backward(cell, grid.loss_tokens) for cell in column)
-        grad_norm = dist_utils.clip_grad_norm_(
-            list(self.model.parameters()), self.config.max_grad_norm, foreach=True
-        )
-        if not torch.isfinite(grad_norm):
-            self.optimizers.zero_grad()
-            raise FloatingPointError(
-                f"the gradient norm is {grad_norm.item()} at policy version "
-                f"{self.state.policy_version}; no weight was changed. Look at the batch's "
-                "advantages and logprobs, or lower trainer.optimizer.lr"
-            )
-        self.optimizers.step()
+        if len(grids) > 1:
+            # Later parts see other weights than the first; with one part, o is t itself.
+            for cell in (cell for grid in grids for cell in self._column(grid)):
+                cell["old_logprobs"] = self.rank.logprobs(cell)
+        metrics = merge_metrics([self._update(grid) for grid in grids])
         self.lr_schedulers.step()
-        self.optimizers.zero_grad()
         self.state.policy_version += 1
-        metrics["train/grad_norm"] = Same(grad_norm.item())
         metrics["train/learning_rate"] = Same(learning_rate)
         return metrics
 
     @endpoint
-    async def gradients(self, grid: Grid) -> dict[str, torch.Tensor]:
+    async def gradients(
+        self, grid: Grid, *, loss: LossConfig | None = None
+    ) -> dict[str, torch.Tensor]:
         """The full gradient of the batch by parameter name, without a step. For tests and study."""
-        merge_metrics(
-            self._forward_backward(row[self._dp_rank], grid.loss_tokens) for row in grid.cells
-        )
+        self._accumulate(grid, loss or self.config.loss)
         grads = {
             name: (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad).cpu().clone()
             for name, p in self.model.named_parameters()
@@ -212,16 +191,8 @@ class Trainer(Actor, Configurable):
 
     @endpoint
     async def logprobs(self, cell: Microbatch) -> torch.Tensor:
-        """[rows, length - 1] logprobs of tokens 1.. under the current weights, without gradient."""
-        with torch.no_grad():
-            logits = self._logits(cell["tokens"])
-            targets = cell["tokens"][:, 1:].to(self.device)
-            flat, _ = token_logprobs(
-                logits[:, :-1].flatten(0, 1),
-                targets.flatten(),
-                cell["temperatures"][:, 1:].flatten().to(self.device),
-            )
-            return flat.view(targets.shape).cpu()
+        """[rows, length] logprobs of the tokens that train under the current weights, else NaN."""
+        return self.rank.logprobs(cell)
 
     @endpoint
     async def publish_weights(self) -> WeightHandle | None:
@@ -244,59 +215,48 @@ class Trainer(Actor, Configurable):
         """Write the weights, config and tokenizer as an HF folder."""
         self.checkpoints.export_hf(Path(folder), source=Path(self._model_folder))
 
-    @property
-    def _dp_rank(self) -> int:
-        if not self.parallel_dims.dp_enabled:
-            return 0
-        return self.parallel_dims.get_mesh("batch").get_local_rank()
+    def _column(self, grid: Grid) -> list[Microbatch]:
+        return [row[self.rank.dp_rank] for row in grid.cells]
 
-    def _logits(self, tokens: torch.Tensor) -> torch.Tensor:  # [rows, length] -> [..., vocab]
-        rows, length = tokens.shape
-        positions = torch.arange(length, device=self.device).expand(rows, length)
-        logits = self.model(tokens.to(self.device), positions)
-        # Under tensor parallelism each rank has a slice of the vocabulary.
-        return logits.full_tensor() if isinstance(logits, DTensor) else logits
-
-    def _forward_backward(self, cell: Microbatch, loss_tokens: int) -> Metrics:
-        """Accumulate the gradient of one microbatch; token i is predicted at position i - 1."""
-        logits = self._logits(cell["tokens"])[:, :-1]  # [rows, length-1, vocab]
-        # Each stream is cut to the tokens that train: [tokens]
-        trains = cell["loss_mask"][:, 1:]
-        streams = {name: s[:, 1:][trains].to(self.device) for name, s in cell.items()}
-        logprobs, entropy = token_logprobs(
-            logits[trains.to(self.device)], streams["tokens"], streams["temperatures"]
+    def _accumulate(self, grid: Grid, loss: LossConfig) -> Metrics:
+        return merge_metrics(
+            self._forward_backward(cell, grid.loss_tokens, loss) for cell in self._column(grid)
         )
-        generator_logprobs = streams.get("generator_logprobs")
-        output = self.loss_fn(
+
+    def _update(self, grid: Grid) -> Metrics:
+        """One optimizer step."""
+        metrics = self._accumulate(grid, self.config.loss)
+        grad_norm = dist_utils.clip_grad_norm_(
+            list(self.model.parameters()), self.config.max_grad_norm, foreach=True
+        )
+        if not torch.isfinite(grad_norm):
+            self.optimizers.zero_grad()
+            raise FloatingPointError(
+                f"the gradient norm is {grad_norm.item()} at policy version "
+                f"{self.state.policy_version}; the weights were left as they were. Look at the "
+                "batch's advantages and logprobs, or lower trainer.optimizer.lr"
+            )
+        self.optimizers.step()
+        self.optimizers.zero_grad()
+        return {**metrics, "train/grad_norm": Mean(grad_norm.item(), 1.0)}
+
+    def _forward_backward(self, cell: Microbatch, loss_tokens: int, loss: LossConfig) -> Metrics:
+        """Accumulate the gradient of one microbatch."""
+        predicted = self.rank.predict(cell)
+        logprobs, streams = predicted.logprobs, predicted.streams
+        output = objective(
+            loss,
             LossInputs(
                 logprobs=logprobs,
-                # One optimizer step per batch: the weights at the start of the step are these.
-                old_logprobs=logprobs.detach(),
+                old_logprobs=streams.get("old_logprobs", logprobs.detach()),
                 advantages=streams["advantages"],
-                generator_logprobs=generator_logprobs,
+                weights=streams["weights"],
+                sequence_ids=predicted.sequence_ids,
+                generator_logprobs=streams.get("generator_logprobs"),
+                ref_logprobs=streams.get("ref_logprobs"),
             ),
-            **self.config.loss.kwargs,
         )
         # A cell of padding still runs backward: FSDP's collectives need every rank.
-        loss = output.loss_sum / max(loss_tokens, 1) + logits[:1, :1, :1].sum() * 0.0
-        loss.backward()
-        tokens = float(logprobs.numel())
-        metrics: Metrics = {
-            "train/loss": Mean(output.loss_sum.item(), tokens),
-            "train/entropy": Mean(entropy.sum().item(), tokens),
-            **output.metrics,
-        }
-        if generator_logprobs is not None:
-            metrics |= mismatch(logprobs.detach(), generator_logprobs)
-        return metrics
-
-
-def mismatch(trainer: torch.Tensor, generator: torch.Tensor) -> Metrics:
-    """How far trainer and generator are apart on the sampled tokens: |t - g|, and the KL estimate
-    r - log r - 1 with r = exp(t - g)."""
-    difference = trainer - generator
-    kl = difference.exp() - difference - 1
-    return {
-        "mismatch": Distribution.of(difference.abs()),
-        "mismatch_kl": Distribution.of(kl),
-    }
+        (output.loss_sum / max(loss_tokens, 1) + logprobs.sum() * 0.0).backward()
+        entropy = Mean(predicted.entropies.sum().item(), float(logprobs.numel()))
+        return {**output.metrics, "train/entropy": entropy}

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -51,6 +51,28 @@ def reward(group: Sequence[ScoredCompletion]) -> list[float]:
     return _rewards(group).tolist()
 
 
+def length_penalty(group: Sequence[ScoredCompletion]) -> list[ScoredCompletion]:
+    """The group with rewards that favour the shorter of its best answers, before any baseline.
+
+    The best get r·(1 + bonus), bonus = 1 - length / mean length of the best, between 0 and 1; the
+    others, and a group without a positive reward, keep theirs.
+
+    Example:
+        Right in 10 and in 30 tokens, reward 1 each: 1.5 and 1.
+    """
+    best = max(scored.reward for scored in group)
+    lengths = [len(s.completion.token_ids) for s in group if s.reward >= best]
+    mean = sum(lengths) / len(lengths)
+    if best <= 0 or mean <= 0:
+        return list(group)
+
+    def preferred(scored: ScoredCompletion) -> ScoredCompletion:
+        bonus = min(max(1 - len(scored.completion.token_ids) / mean, 0.0), 1.0)
+        return replace(scored, reward=scored.reward * (1 + bonus * (scored.reward >= best)))
+
+    return [preferred(scored) for scored in group]
+
+
 def _mean(rewards: torch.Tensor) -> torch.Tensor:
     # Exact for equal rewards: their advantages are 0 and not 1e-17, and the group is dropped.
     return rewards[0] + (rewards - rewards[0]).mean()
@@ -81,6 +103,8 @@ class AdvantageConfig:
     """mean_baseline, grpo, rloo, maxrl, reward, or `package.module:function` of your own."""
     kwargs: dict[str, float | str] = field(default_factory=dict)
     """Keyword arguments of the function."""
+    length_penalty: bool = False
+    """Among the best answers of a group, reward the shorter ones more."""
 
     def __post_init__(self) -> None:
         function = resolve(self.name, ADVANTAGES, what="advantage")
@@ -100,7 +124,9 @@ def group_advantages(
     """
     if not group:
         raise ValueError(f"group {group_id} is empty: a group has at least one completion")
-    advantages = resolve(config.name, ADVANTAGES, what="advantage")(group, **config.kwargs)
+    function = resolve(config.name, ADVANTAGES, what="advantage")
+    rewarded = length_penalty(group) if config.length_penalty else group
+    advantages = function(rewarded, **config.kwargs)
     who = f"advantage function {config.name!r} returned"
     if not hasattr(advantages, "__len__"):
         raise ValueError(f"{who} {advantages!r} for group {group_id}; expected a list of numbers")

@@ -1,7 +1,8 @@
-"""Policy losses: per-token terms in, one masked sum out. The caller divides by the global count.
+"""Policy losses: per-token streams in, one sum out. The caller divides by the global count, once.
 
-Notation: t = trainer logprob (with gradient), o = trainer logprob under the weights at the start of
-the step, g = generator logprob at sampling time, A = advantage. Ratios are computed in fp32.
+Notation, per token: t = trainer logprob (with gradient), o = trainer logprob under the weights at
+the start of the step, g = generator logprob at sampling time, A = advantage; ρ = exp(t - o),
+r = exp(t - g). Ratios are computed in fp32.
 """
 
 from collections.abc import Callable
@@ -10,12 +11,14 @@ from dataclasses import dataclass, field
 import torch
 
 from torchtitan_rl.observability.metrics import Mean, Metrics
-from torchtitan_rl.plugins import check_arguments, resolve
 
 
 @dataclass(slots=True)
 class LossInputs:
-    """The tokens of one microbatch that train, flattened: every tensor is [tokens], fp32."""
+    """The tokens of one microbatch that reinforcement learning trains, flattened to [tokens], fp32.
+
+    Padding and prompts are not in it, so nothing has to be masked. `total` sums a loss.
+    """
 
     logprobs: torch.Tensor
     """t, with gradient"""
@@ -23,14 +26,44 @@ class LossInputs:
     """o, constant"""
     advantages: torch.Tensor
     """A, constant"""
+    weights: torch.Tensor
+    """What each token's loss is multiplied by: the reduction's share, times the correction's; 0 for
+    a token that a correction has masked."""
+    sequence_ids: torch.Tensor
+    """Which sequence of the microbatch a token belongs to, from 0 up: int64"""
     generator_logprobs: torch.Tensor | None = None
     """g, constant; None when nobody sampled these tokens (demonstrations)"""
+    ref_logprobs: torch.Tensor | None = None
+    """logprob under the frozen reference model, constant; None without one"""
+
+    def total(self, per_token: torch.Tensor) -> torch.Tensor:
+        """The weighted sum of a per-token loss: what a loss function returns as `loss_sum`."""
+        return (per_token * self.weights).sum()
+
+    def sequence_mean(self, per_token: torch.Tensor) -> torch.Tensor:
+        """Each token gets the mean over the tokens of its sequence."""
+        return sequence_sums(per_token, self.sequence_ids) / sequence_sums(
+            torch.ones_like(per_token), self.sequence_ids
+        )
+
+
+def sequence_sums(per_token: torch.Tensor, sequence_ids: torch.Tensor) -> torch.Tensor:
+    """Each token gets the sum over the tokens of its sequence.
+
+    Example:
+        >>> sequence_sums(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0, 0, 1]))
+        tensor([3., 3., 3.])
+    """
+    if not sequence_ids.numel():
+        return per_token
+    sums = per_token.new_zeros(int(sequence_ids.max()) + 1)
+    return sums.index_add(0, sequence_ids, per_token)[sequence_ids]
 
 
 @dataclass(slots=True)
 class LossOutput:
     loss_sum: torch.Tensor
-    """Sum over tokens, a scalar with gradient."""
+    """Weighted sum over tokens, a scalar with gradient."""
     metrics: Metrics = field(default_factory=dict)
 
 
@@ -38,66 +71,147 @@ LossFn = Callable[..., LossOutput]
 
 
 def clipped(inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2) -> LossOutput:
-    """-min(ρA, clip(ρ, 1-ε_low, 1+ε_high)·A) with ρ = exp(t - o): GRPO's loss, and DAPO's when
-    clip_high > clip_low.
+    """-min(ρA, clip(ρ, 1-ε_low, 1+ε_high)·A): GRPO's loss.
 
     Example:
         ρ = 1.5, A = 1: the loss is -1.2 and its gradient is 0; ρ = 1.5, A = -1: 1.5, not clipped.
     """
-    ratio = torch.exp(inputs.logprobs - inputs.old_logprobs)
-    clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
-    unclipped_term = ratio * inputs.advantages
-    clipped_term = clipped_ratio * inputs.advantages
-    tokens = float(ratio.numel())
+    return _clip(inputs, _ratio(inputs), clip_low, clip_high)
+
+
+def clip_higher(
+    inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.28
+) -> LossOutput:
+    """GRPO's loss with more room upwards, as in DAPO: unlikely tokens may still grow."""
+    return clipped(inputs, clip_low=clip_low, clip_high=clip_high)
+
+
+def dual_clip(
+    inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, c: float = 3.0
+) -> LossOutput:
+    """The clipped loss, for A < 0 at most -c·A: a ratio that ran away cannot blow up the step."""
+    return _clip(inputs, _ratio(inputs), clip_low, clip_high, most=c)
+
+
+def gspo(inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2) -> LossOutput:
+    """The clipped loss with the sequence's ratio: exp(t - sg(t) + sg(mean of t - o)), at most 10.
+
+    Every token of a sequence has the same ratio, and its own gradient.
+    """
+    t = inputs.logprobs
+    mean = inputs.sequence_mean(t.detach() - inputs.old_logprobs)
+    return _clip(inputs, ratio_of(t - t.detach() + mean).clamp(max=10.0), clip_low, clip_high)
+
+
+def cispo(inputs: LossInputs, *, clip_low: float = 1.0, clip_high: float = 4.0) -> LossOutput:
+    """-A·sg(clamp(ρ, 1-ε_low, 1+ε_high))·t: the weight is clipped, never the gradient."""
+    ratio = _ratio(inputs).detach()
+    clamped = ratio.clamp(1 - clip_low, 1 + clip_high)
     return LossOutput(
-        loss_sum=-torch.minimum(unclipped_term, clipped_term).sum(),
-        metrics={
-            "loss/clipped_share": Mean((clipped_term < unclipped_term).sum().item(), tokens),
-        },
+        inputs.total(-inputs.advantages * clamped * inputs.logprobs),
+        _masked_shares(high=ratio > clamped, low=ratio < clamped),
     )
 
 
-LOSSES: dict[str, LossFn] = {"grpo": clipped}
+def dppo(inputs: LossInputs, *, delta_low: float = 0.2, delta_high: float = 0.2) -> LossOutput:
+    """-r·A, except where the trainer's *probability* has moved too far from the generator's in the
+    direction A pushes: there 0.
 
-
-@dataclass(kw_only=True, slots=True)
-class LossConfig:
-    """Which policy loss, by name or import path."""
-
-    name: str = "grpo"
-    """grpo, or `package.module:function` of your own."""
-    kwargs: dict[str, float | str] = field(default_factory=dict)
-    """Keyword arguments of the function, such as clip_low and clip_high."""
-
-    def __post_init__(self) -> None:
-        function = resolve(self.name, LOSSES, what="loss")
-        check_arguments(self.name, function, self.kwargs, what="loss")
-        for bound in ("clip_low", "clip_high"):
-            value = self.kwargs.get(bound, 0.0)
-            if not isinstance(value, int | float) or value < 0:
-                raise ValueError(f"loss.kwargs.{bound} must be a number from 0 up; got {value!r}")
-
-
-CHUNK_TOKENS = 2048
-
-
-def token_logprobs(
-    logits: torch.Tensor,  # [tokens, vocab]
-    targets: torch.Tensor,  # [tokens]
-    temperatures: torch.Tensor,  # [tokens]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """log p(target) [tokens] and entropy [tokens] of the distribution that was sampled from.
-
-    Logits are divided by the temperature of each token, as the generator did.
+    A trust region in probabilities leaves unlikely tokens free to move and holds likely ones.
     """
-    chosen, entropies = [], []
-    # In pieces: [tokens, vocab] in fp32 would be the largest tensor of the step, several times.
-    for start in range(0, max(len(targets), 1), CHUNK_TOKENS):
-        piece = slice(start, start + CHUNK_TOKENS)
-        logprobs = torch.log_softmax(
-            logits[piece].float() / temperatures[piece].unsqueeze(-1), dim=-1
-        )
-        chosen.append(logprobs.gather(-1, targets[piece].unsqueeze(-1)).squeeze(-1))
-        with torch.no_grad():
-            entropies.append(-(logprobs.exp() * logprobs).sum(-1))
-    return torch.cat(chosen), torch.cat(entropies)
+    t, g, advantages = inputs.logprobs, generator_logprobs(inputs, "dppo"), inputs.advantages
+    moved = (t.exp() - g.exp()).detach()
+    high = (advantages > 0) & (moved > delta_high)
+    low = (advantages <= 0) & (moved < -delta_low)
+    kept = torch.where(high | low, 0.0, ratio_of(t - g))
+    return LossOutput(inputs.total(-kept * advantages), _masked_shares(high=high, low=low))
+
+
+def sapo(
+    inputs: LossInputs, *, tau_positive: float = 1.0, tau_negative: float = 1.05
+) -> LossOutput:
+    """-A·(4/τ)·σ(τ(ρ-1)): a soft gate in place of the clip; its slope at ρ = 1 is that of ρ."""
+    advantages = inputs.advantages
+    tau = torch.where(advantages > 0, tau_positive, tau_negative)
+    gate = torch.sigmoid(tau * (_ratio(inputs) - 1)) * 4 / tau
+    return LossOutput(inputs.total(-advantages * gate))
+
+
+def reinforce(inputs: LossInputs) -> LossOutput:
+    """-A·t: the plain policy gradient."""
+    return LossOutput(inputs.total(-inputs.advantages * inputs.logprobs))
+
+
+LOSSES: dict[str, LossFn] = {
+    "grpo": clipped,
+    "dapo": clip_higher,
+    "dual_clip": dual_clip,
+    "gspo": gspo,
+    "cispo": cispo,
+    "dppo": dppo,
+    "sapo": sapo,
+    "reinforce": reinforce,
+}
+
+RATIO_FREE = frozenset({"reinforce"})
+"""Losses without a ratio of probabilities."""
+NEED_GENERATOR_LOGPROBS = frozenset({"dppo"})
+
+LIMITS: dict[str, tuple[float, float]] = {
+    "clip_low": (0.0, 1.0),
+    "clip_high": (0.0, float("inf")),
+    "c": (1.0, float("inf")),
+    "delta_low": (0.0, 1.0),
+    "delta_high": (0.0, 1.0),
+    "tau_positive": (1e-6, float("inf")),
+    "tau_negative": (1e-6, float("inf")),
+}
+"""Least and largest value of each keyword argument of the losses above."""
+
+
+def generator_logprobs(inputs: LossInputs, who: str) -> torch.Tensor:
+    """g, which `who` needs."""
+    if inputs.generator_logprobs is None:
+        raise ValueError(f"{who} needs generator logprobs, and these episodes have none")
+    return inputs.generator_logprobs
+
+
+def ratio_of(log_ratio: torch.Tensor) -> torch.Tensor:
+    """exp, within e^±20: far outside every trust region, and never an infinity that becomes a NaN
+    times 0."""
+    return log_ratio.clamp(-20.0, 20.0).exp()
+
+
+def _ratio(inputs: LossInputs) -> torch.Tensor:
+    return ratio_of(inputs.logprobs - inputs.old_logprobs)
+
+
+def _clip(
+    inputs: LossInputs,
+    ratio: torch.Tensor,
+    clip_low: float,
+    clip_high: float,
+    most: float | None = None,
+) -> LossOutput:
+    advantages = inputs.advantages
+    free = ratio * advantages
+    bounded = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
+    loss = -torch.minimum(free, bounded)
+    masked = bounded < free
+    if most is not None:
+        ceiling = -most * advantages
+        masked |= (advantages < 0) & (loss > ceiling)
+        loss = torch.where(advantages < 0, torch.minimum(loss, ceiling), loss)
+    return LossOutput(
+        inputs.total(loss),
+        _masked_shares(high=masked & (ratio > 1), low=masked & (ratio < 1)),
+    )
+
+
+def _masked_shares(*, high: torch.Tensor, low: torch.Tensor) -> Metrics:
+    """Shares of tokens that a trust region holds because their ratio is too high or too low."""
+    tokens = float(high.numel())
+    return {
+        "loss/masked_high_share": Mean(high.sum().item(), tokens),
+        "loss/masked_low_share": Mean(low.sum().item(), tokens),
+    }

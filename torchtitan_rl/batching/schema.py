@@ -5,8 +5,9 @@ of them. Adding a field means adding one line to `FIELDS`.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
@@ -29,25 +30,40 @@ class Field:
     optional: bool = False
 
 
-def _loss_mask(episode: Episode) -> Sequence[bool]:
+def loss_mask(episode: Episode) -> Sequence[bool]:
+    """Which tokens of prompt and completion train."""
     if episode.loss_mask is not None:
         return episode.loss_mask
     return [False] * len(episode.prompt_token_ids) + [True] * len(episode.token_ids)
 
 
-def _generator_logprobs(episode: Episode) -> Sequence[float] | None:
-    if episode.token_logprobs is None:
+def _behind_the_prompt(episode: Episode, values: list[float] | None) -> Sequence[float] | None:
+    if values is None:
         return None
     # Prompt tokens were not sampled. NaN, so that reading one of them is seen, never averaged in.
-    return [math.nan] * len(episode.prompt_token_ids) + episode.token_logprobs
+    return [math.nan] * len(episode.prompt_token_ids) + values
 
 
 FIELDS: tuple[Field, ...] = (
     Field("tokens", torch.int64, 0, lambda e: e.prompt_token_ids + e.token_ids),
-    Field("loss_mask", torch.bool, False, _loss_mask),
+    Field("loss_mask", torch.bool, False, loss_mask),
     Field("advantages", torch.float32, 0.0, lambda e: [e.advantage] * e.length),
     Field("temperatures", torch.float32, 1.0, lambda e: [e.temperature] * e.length),
-    Field("generator_logprobs", torch.float32, math.nan, _generator_logprobs, optional=True),
+    Field("weights", torch.float32, 0.0, lambda e: [e.weight] * e.length),
+    Field(
+        "generator_logprobs",
+        torch.float32,
+        math.nan,
+        lambda e: _behind_the_prompt(e, e.token_logprobs),
+        optional=True,
+    ),
+    Field(
+        "ref_logprobs",
+        torch.float32,
+        math.nan,
+        lambda e: _behind_the_prompt(e, e.ref_logprobs),
+        optional=True,
+    ),
 )
 
 
@@ -79,12 +95,34 @@ def microbatch(episodes: Sequence[Episode], fields: Sequence[Field]) -> Microbat
 
 
 def validate(
-    episodes: Sequence[Episode], *, vocab_size: int | None = None, version: int | None = None
+    episodes: Sequence[Episode],
+    *,
+    vocab_size: int | None = None,
+    version: int | None = None,
+    needs: Mapping[str, str] | None = None,
 ) -> None:
-    """Refuse what would fail, or quietly mistrain, on a rank. Runs on the driver."""
+    """Refuse what would fail, or quietly mistrain, on a rank. Runs on the driver.
+
+    `needs`: optional fields that must be there, each with the setting that needs it.
+    """
     for episode in episodes:
-        for problem in _problems(episode, vocab_size, version):
+        problems = chain(_problems(episode, vocab_size, version), _missing(episode, needs or {}))
+        for problem in problems:
             raise ValueError(f"{describe(episode)}: {problem}")
+
+
+def _missing(episode: Episode, needs: Mapping[str, str]) -> Iterator[str]:
+    for field in FIELDS:
+        if field.name not in needs:
+            continue
+        stream = field.of(episode)
+        if stream is None:
+            yield f"it has no {field.name}, which {needs[field.name]} needs"
+        elif any(
+            trains and math.isnan(value)
+            for value, trains in zip(stream, loss_mask(episode), strict=True)
+        ):
+            yield f"it trains a token without {field.name}, which {needs[field.name]} needs"
 
 
 def _problems(episode: Episode, vocab_size: int | None, version: int | None):
@@ -99,12 +137,15 @@ def _problems(episode: Episode, vocab_size: int | None, version: int | None):
         stream = field.of(episode)
         if stream is not None and len(stream) != len(ids):
             yield f"{field.name} covers {len(stream)} tokens of {len(ids)}"
-    if episode.token_logprobs is not None and not all(map(math.isfinite, episode.token_logprobs)):
-        yield "token_logprobs holds a value that is not finite"
+    for name in ("token_logprobs", "ref_logprobs"):
+        values = getattr(episode, name)
+        if values is not None and not all(map(math.isfinite, values)):
+            yield f"{name} holds a value that is not finite"
     if episode.loss_mask and episode.loss_mask[0]:
         yield "loss_mask trains token 0, which has nothing to be predicted from"
-    if not math.isfinite(episode.advantage):
-        yield f"the advantage is {episode.advantage}"
+    for name in ("advantage", "weight"):
+        if not math.isfinite(getattr(episode, name)):
+            yield f"the {name} is {getattr(episode, name)}"
     if not episode.temperature > 0:
         yield f"the temperature is {episode.temperature}; greedy samples cannot be trained on"
     if version is not None and episode.policy_version > version:

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
-from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan.components.checkpointer import CheckpointManager, ModelWrapper
 
 from torchtitan_rl.models.hf import atomic_folder, copy_companion_files
 from torchtitan_rl.models.spec import hf_dtype, read_hf_config
@@ -105,6 +106,14 @@ class Checkpoints:
                 save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
                 copy_companion_files(source, temporary)
         dist.barrier()
+
+
+def load_hf(model: nn.Module, adapter: Any, folder: str) -> None:
+    """Load the weights of an HF folder, each rank its own part; called by all ranks together."""
+    wrapped = ModelWrapper(model)
+    tensors = adapter.to_hf(wrapped.state_dict())
+    dcp.load(tensors, storage_reader=adapter.get_hf_storage_reader(folder))
+    wrapped.load_state_dict(adapter.from_hf(tensors))
 
 
 def find_checkpoints(folder: str | Path) -> list[int]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torchtitan.models.common import CosSinRoPE, Embedding, Linear
+from torchtitan.models.common import CosSinRoPE, Embedding
 from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
 from torchtitan.models.common.nn_modules import RMSNorm
@@ -21,6 +21,8 @@ from torchtitan.models.qwen3 import Qwen3Model, parallelize_qwen3
 from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan.protocols.model_spec import ModelSpec
+
+from torchtitan_rl.models.head import LogprobHead
 
 
 class ModelFolderError(ValueError):
@@ -158,7 +160,7 @@ def _qwen3(config: dict[str, Any], name: str) -> ModelSpec:
             embedding_dim=dim,
             param_init={"weight": skip_param_init if tied else partial(nn.init.normal_, std=0.02)},
         ),
-        lm_head=Linear.Config(in_features=dim, out_features=vocab_size, param_init=linear),
+        lm_head=LogprobHead.Config(in_features=dim, out_features=vocab_size, param_init=linear),
         layers=[layer() for _ in range(config["num_hidden_layers"])],
     )
     return ModelSpec(

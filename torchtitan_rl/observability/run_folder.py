@@ -10,6 +10,7 @@ from torchtitan_rl.models.checkpoint import find_checkpoints
 FIXED = (
     *("seed:", "task.", "model:", "warm_start", "prompts_per_step:", "thinking:"),
     *("generator.sampling.", "advantage.", "trainer.loss.", "trainer.optimizer."),
+    "trainer.updates_per_step:",
 )
 """Settings that decide what a run computes: a resumed run keeps them."""
 

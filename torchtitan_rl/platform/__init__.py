@@ -46,7 +46,7 @@ def resolve_dtype(dtype: Dtype) -> Literal["float32", "bfloat16"]:
 def worker_env(
     threads: int,
     *,
-    role: Literal["trainer", "generator", "grader"],
+    role: Literal["trainer", "generator", "grader", "reference"],
     gpus: Sequence[int] | None = None,
 ) -> dict[str, str]:
     """Environment of one worker process. `threads` = 0 means all cores of this machine; `gpus` are

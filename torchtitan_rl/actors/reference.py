@@ -1,0 +1,48 @@
+"""Reference: the frozen model of the reference KL, on processes of its own."""
+
+from dataclasses import dataclass, field
+
+import torch
+from monarch.actor import Actor, endpoint
+from torchtitan.config import Configurable
+
+from torchtitan_rl.batching.grid import Grid
+from torchtitan_rl.models.checkpoint import load_hf
+from torchtitan_rl.models.parallel import TrainerParallelism
+from torchtitan_rl.models.rank import ModelRank
+from torchtitan_rl.platform import Dtype
+
+
+class Reference(Actor, Configurable):
+    """One rank of the reference mesh. Its weights are those of the HF folder, and stay.
+
+    Example:
+        reference = await spawn_reference(Reference.Config(), model="models/tiny")
+        columns = per_rank(await reference.actor.logprobs.call(grid))
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        parallelism: TrainerParallelism = field(default_factory=TrainerParallelism)
+        dtype: Dtype = "auto"
+        """`auto`: float32 on a CPU, bfloat16 on a GPU."""
+        threads: int = 1
+        """CPU threads per rank."""
+
+    def __init__(self, config: Config, *, model: str) -> None:
+        self.config = config
+        self._model_folder = model
+
+    @endpoint
+    async def setup(self) -> None:
+        """Build the model and load its weights."""
+        self.rank = ModelRank(
+            self._model_folder, self.config.parallelism, dtype=self.config.dtype, seed=0
+        )
+        load_hf(self.rank.model, self.rank.adapter, self._model_folder)
+        self.rank.model.requires_grad_(False)
+
+    @endpoint
+    async def logprobs(self, grid: Grid) -> list[torch.Tensor]:
+        """For each cell of this rank's column: [rows, length] logprobs of the tokens that train."""
+        return [self.rank.logprobs(row[self.rank.dp_rank]) for row in grid.cells]

@@ -1,0 +1,128 @@
+"""Logprobs of chosen tokens straight from hidden states, at the positions that train and no others.
+
+Logits are made a piece at a time, in the forward pass and again in the backward pass, so that
+[tokens, vocab] in fp32, by far the largest tensor of a step, never exists whole.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+PIECE_ELEMENTS = {"cpu": 2**23, "cuda": 2**27}
+"""Logits in one piece: 32 MB in fp32 on a CPU; a GPU needs larger ones to be busy."""
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class VocabShard:
+    """The rows of the vocabulary that this rank holds, and how the ranks combine their parts."""
+
+    start: int = 0
+    largest: int = 0
+    """Rows of the largest shard, by which all ranks cut their pieces: they meet in each of them.
+    0: this is the only one."""
+    sum: Callable[[torch.Tensor], torch.Tensor] = _same
+    max: Callable[[torch.Tensor], torch.Tensor] = _same
+
+    def own(self, targets: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Targets as rows of this shard, and which of them lie in it."""
+        rows = targets - self.start
+        here = (rows >= 0) & (rows < size)
+        return rows.clamp(0, size - 1), here
+
+
+WHOLE_VOCABULARY = VocabShard()
+
+
+def chosen_logprobs(
+    hidden: torch.Tensor,  # [tokens, dim]
+    weight: torch.Tensor,  # [vocab, dim]
+    targets: torch.Tensor,  # [tokens]
+    temperatures: torch.Tensor,  # [tokens]
+    *,
+    shard: VocabShard = WHOLE_VOCABULARY,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """log p(target) [tokens], with gradient, and entropy [tokens], without; both fp32.
+
+    Of the distribution that was sampled from: logits are divided by the temperature of each token,
+    as the generator did.
+
+    Example:
+        >>> hidden, weight = torch.zeros(1, 2), torch.zeros(4, 2)
+        >>> chosen_logprobs(hidden, weight, torch.tensor([3]), torch.ones(1))[0].exp()
+        tensor([0.2500])
+    """
+    return _ChosenLogprobs.apply(hidden, weight, targets, temperatures, shard)
+
+
+def _pieces(tokens: int, weight: torch.Tensor, shard: VocabShard) -> Iterator[slice]:
+    rows = shard.largest or len(weight)
+    size = max(1, PIECE_ELEMENTS.get(weight.device.type, 2**23) // rows)
+    for start in range(0, tokens, size):
+        yield slice(start, start + size)
+
+
+def _logits(hidden: torch.Tensor, weight: torch.Tensor, heat: torch.Tensor) -> torch.Tensor:
+    return (hidden @ weight.T).float().div_(heat.unsqueeze(-1))
+
+
+class _ChosenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        temperatures: torch.Tensor,
+        shard: VocabShard,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = len(targets)
+        logprobs, entropies, log_totals = hidden.new_empty(3, tokens, dtype=torch.float32)
+        for piece in _pieces(tokens, weight, shard):
+            logits = _logits(hidden[piece], weight, temperatures[piece])
+            rows, here = shard.own(targets[piece], len(weight))
+            chosen = logits.gather(-1, rows.unsqueeze(-1)).squeeze(-1) * here
+            top = shard.max(logits.amax(-1))
+            exps = (logits - top.unsqueeze(-1)).exp_()
+            # Σ exp, Σ exp·logit and the target's logit, over the whole vocabulary
+            parts = torch.stack([exps.sum(-1), torch.linalg.vecdot(exps, logits), chosen])
+            total, moment, chosen = shard.sum(parts)
+            log_totals[piece] = top + total.log()
+            logprobs[piece] = chosen - log_totals[piece]
+            entropies[piece] = log_totals[piece] - moment / total
+        ctx.save_for_backward(hidden, weight, targets, temperatures, log_totals)
+        ctx.shard = shard
+        ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+        """d log p(target) / d logits = (one-hot of the target - p) / temperature."""
+        hidden, weight, targets, temperatures, log_totals = ctx.saved_tensors
+        scale = grad / temperatures
+        grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        for piece in _pieces(len(targets), weight, ctx.shard):
+            logits = _logits(hidden[piece], weight, temperatures[piece])
+            probabilities = logits.sub_(log_totals[piece].unsqueeze(-1)).exp_()
+            grad_logits = probabilities.mul_(-scale[piece].unsqueeze(-1))
+            rows, here = ctx.shard.own(targets[piece], len(weight))
+            grad_logits.scatter_add_(-1, rows.unsqueeze(-1), (scale[piece] * here).unsqueeze(-1))
+            grad_logits = grad_logits.to(weight.dtype)
+            grad_hidden[piece] = grad_logits @ weight
+            _add_product(grad_weight, grad_logits.T, hidden[piece])
+        grad_hidden = ctx.shard.sum(grad_hidden)
+        return grad_hidden.to(hidden.dtype), grad_weight.to(weight.dtype), None, None, None
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """total += left @ right, in place where the dtypes allow it."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right

@@ -1,0 +1,157 @@
+"""What can be set for a run, and every check that needs no process."""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Self
+
+from torchtitan.config import Configurable
+
+from torchtitan_rl.actors.generator import VLLMGenerator
+from torchtitan_rl.actors.grader import Grader
+from torchtitan_rl.actors.reference import Reference
+from torchtitan_rl.actors.trainer import Trainer
+from torchtitan_rl.algorithms.advantage import BASELINES, AdvantageConfig
+from torchtitan_rl.tasks.task import Task
+from torchtitan_rl.warm_start import WarmStartConfig
+
+
+@dataclass(kw_only=True, slots=True)
+class EvaluationConfig:
+    """Greedy evaluation on held-out prompts."""
+
+    every: int = 10
+    """Evaluate before every so many steps, and after the last."""
+    prompts: int = 200
+    """Held-out prompts."""
+
+    def __post_init__(self) -> None:
+        if self.every < 1 or self.prompts < 1:
+            raise ValueError("evaluation.every and evaluation.prompts must be at least 1")
+
+
+@dataclass(kw_only=True, slots=True)
+class CheckpointConfig:
+    """When to save what a resumed run needs."""
+
+    every: int = 10
+    """Save after every so many steps, after the last, and on Ctrl-C."""
+    keep: int = 2
+    """Newest checkpoints to keep; 0 keeps all."""
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ValueError(f"checkpoint.every must be at least 1; got {self.every}")
+        if self.keep == 1 or self.keep < 0:
+            raise ValueError(
+                f"checkpoint.keep must be 0 (all) or at least 2, because the newest may be "
+                f"half-written; got {self.keep}"
+            )
+
+
+@dataclass(kw_only=True, slots=True)
+class RunConfig(Configurable.Config):
+    """Everything that can be set for a run; recipes make it as `Controller.Config`."""
+
+    model: str = ""
+    """HF folder to start from; empty with a warm start: a folder it makes and caches."""
+    warm_start: WarmStartConfig | None = None
+    """Makes a starting model by imitation when there is none yet."""
+    task: Task.Config
+    """What to learn."""
+    steps: int = 100
+    """Training steps."""
+    prompts_per_step: int = 32
+    """Prompt groups in one step."""
+    generator: VLLMGenerator.Config = field(default_factory=VLLMGenerator.Config)
+    grader: Grader.Config = field(default_factory=Grader.Config)
+    trainer: Trainer.Config = field(default_factory=Trainer.Config)
+    reference: Reference.Config = field(default_factory=Reference.Config)
+    """The frozen starting model; spawned only when trainer.loss.ref_kl is on."""
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    thinking: bool = False
+    """Leave it to the model whether to think; else its turn starts behind an empty thought."""
+    seed: int = 0
+    """Of prompts, samples and the starting model."""
+    output_dir: str = "outputs"
+    """Folder of all runs."""
+    run_name: str = ""
+    """Folder of this run under output_dir; empty: the recipe's name and the time."""
+    resume: bool = False
+    """Continue the run in output_dir/run_name from its latest checkpoint."""
+    deadline_seconds: float = 1800.0
+    """Longest wait for any one answer of an actor."""
+    most_untrainable_steps: int = 20
+    """Stop after so many steps in a row in which no group had differing rewards."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "prompts_per_step", "deadline_seconds"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive; got {getattr(self, name)}")
+        sampling, engine = self.generator.sampling, self.generator.engine
+        if sampling.temperature == 0:
+            raise ValueError(
+                "generator.sampling.temperature is 0: greedy samples of a prompt are all equal "
+                "and teach nothing; use a temperature above 0 (evaluation is greedy anyway)"
+            )
+        loss = self.trainer.loss
+        if sampling.truncates and loss.uses_ratios:
+            raise ValueError(
+                "generator.sampling.top_p < 1 or top_k > 0 cuts tokens off, so the recorded "
+                f"logprobs are not those the trainer computes, and the ratios of {loss.name!r} "
+                "would be biased; use top_p = 1 and top_k = 0, or trainer.loss.name reinforce "
+                "without rollout_kl and correction"
+            )
+        if self.trainer.tokens_per_microbatch < engine.max_model_len:
+            raise ValueError(
+                f"trainer.tokens_per_microbatch ({self.trainer.tokens_per_microbatch}) cannot "
+                f"hold one episode of generator.engine.max_model_len ({engine.max_model_len})"
+            )
+        if sampling.n == 1 and self.advantage.name in BASELINES:
+            raise ValueError(
+                f"with one sample per prompt every {self.advantage.name!r} advantage is 0; use "
+                "generator.sampling.n of 2 or more, or advantage.name 'reward'"
+            )
+        if not self.model and self.warm_start is None:
+            raise ValueError("model is empty: give the path of an HF folder")
+
+    @property
+    def samples_per_prompt(self) -> int:
+        """Completions of each prompt, i.e. the size of a group."""
+        return self.generator.sampling.n
+
+    @property
+    def gpus(self) -> int:
+        """GPUs a run takes on a CUDA machine: the trainer's, the generator's, the reference's."""
+        reference = self.reference.parallelism.world_size if self.has_reference else 0
+        return self.trainer_gpus + self.generator.tensor_parallel_degree + reference
+
+    @property
+    def trainer_gpus(self) -> int:
+        return self.trainer.parallelism.world_size
+
+    @property
+    def has_reference(self) -> bool:
+        return self.trainer.loss.ref_kl.on
+
+    def resolved(self) -> Self:
+        """With what a part needs switched on; `notices` says so."""
+        if self.trainer.loss.needs().get("generator_logprobs"):
+            sampling = replace(self.generator.sampling, logprobs=True)
+            return replace(self, generator=replace(self.generator, sampling=sampling))
+        return self
+
+    def notices(self) -> list[str]:
+        """What the user should know about these settings before the run starts."""
+        notices = self.trainer.loss.notices()
+        needs = self.trainer.loss.needs().get("generator_logprobs")
+        if needs and not self.generator.sampling.logprobs:
+            notices.append(f"{needs} needs the generator's logprobs: recording is switched on")
+        return notices
+
+    @property
+    def model_folder(self) -> Path:
+        if self.model or self.warm_start is None:
+            return Path(self.model).absolute()
+        return self.warm_start.folder(self.task, seed=self.seed, thinking=self.thinking).absolute()

@@ -1,0 +1,85 @@
+"""One process's share of a model on a mesh: what the trainer and the reference have in common."""
+
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from torchtitan_rl.batching.schema import Microbatch
+from torchtitan_rl.models.head import Chosen, LogprobHead
+from torchtitan_rl.models.parallel import TrainerParallelism, build_parallel_model
+from torchtitan_rl.models.spec import model_spec
+from torchtitan_rl.platform import Dtype, device_type
+
+
+@dataclass(slots=True)
+class Predicted:
+    """The tokens of a microbatch that train, flattened: every tensor is [tokens]."""
+
+    logprobs: torch.Tensor
+    entropies: torch.Tensor
+    streams: dict[str, torch.Tensor]
+    """The microbatch's fields at these tokens."""
+    sequence_ids: torch.Tensor
+    """Which row each token is in."""
+
+
+class ModelRank:
+    """A model in memory, its weights not yet loaded, in the process group of its mesh."""
+
+    def __init__(
+        self,
+        folder: str,
+        parallelism: TrainerParallelism,
+        *,
+        dtype: Dtype,
+        seed: int,
+        activation_checkpoint: Literal["none", "full"] = "none",
+    ) -> None:
+        torch.manual_seed(seed)
+        dist.init_process_group("gloo" if device_type() == "cpu" else "cuda:nccl,cpu:gloo")
+        self.device = torch.device(device_type())
+        if device_type() == "cuda":
+            self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(self.device)
+        # As torchtitan does: recomputation in the backward pass needs the thread that set it up.
+        torch.autograd.set_multithreading_enabled(False)
+        self.spec = model_spec(folder)
+        self.adapter = self.spec.state_dict_adapter(self.spec.model, folder)
+        self.model, self.parallel_dims = build_parallel_model(
+            self.spec, parallelism, dtype=dtype, activation_checkpoint=activation_checkpoint
+        )
+
+        head = self.model.get_submodule("lm_head")
+        assert isinstance(head, LogprobHead)
+        self.head = head
+
+    @property
+    def dp_rank(self) -> int:
+        """Which column of a grid is this rank's."""
+        if not self.parallel_dims.dp_enabled:
+            return 0
+        return self.parallel_dims.get_mesh("batch").get_local_rank()
+
+    def predict(self, cell: Microbatch) -> Predicted:
+        """A forward pass: logprobs of the tokens that train; token i is predicted at i - 1."""
+        trains = cell["loss_mask"][:, 1:]
+        streams = {name: stream[:, 1:][trains].to(self.device) for name, stream in cell.items()}
+        rows, length = cell["tokens"].shape
+        positions = torch.arange(length, device=self.device).expand(rows, length)
+        predicts = torch.nn.functional.pad(trains, (0, 1)).to(self.device)
+        self.head.chosen = Chosen(predicts, streams["tokens"], streams["temperatures"])
+        logprobs, entropies = self.model(cell["tokens"].to(self.device), positions)
+        return Predicted(logprobs, entropies, streams, trains.nonzero()[:, 0].to(self.device))
+
+    def logprobs(self, cell: Microbatch) -> torch.Tensor:
+        """[rows, length] logprobs without gradient; NaN at tokens that do not train."""
+        with torch.no_grad():
+            predicted = self.predict(cell).logprobs.cpu()
+        trains = cell["loss_mask"].clone()
+        trains[:, 0] = False
+        values = torch.full(trains.shape, torch.nan)
+        values[trains] = predicted
+        return values
