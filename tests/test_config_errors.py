@@ -205,7 +205,7 @@ def test_the_list_of_recipes(capsys):
         ("--steps 0", ["steps must be positive; got 0"]),
         ("--prompts_per_step -1", ["prompts_per_step must be positive; got -1"]),
         ("--evaluation.every 0", ["evaluation.every", "at least 1"]),
-        ("--evaluation.prompts 1000000", ["evaluation.prompts", "held-out"]),
+        ("--evaluation.prompts 1000 --task.digits 1 --task.max_numbers 2", ["held-out"]),
         ("--checkpoint.keep 1", ["checkpoint.keep must be 0 (all) or at least 2"]),
         ("--task.digits 0", ["task.digits must be at least 1; got 0"]),
         ("--grader.timeout_seconds 0", ["grader.timeout_seconds must be positive"]),
@@ -282,7 +282,7 @@ def test_a_given_model_that_is_missing_is_refused_though_there_is_a_warm_start(r
     ("arguments", "said"),
     [
         ("--resume --run_name lost", "--resume found no run in outputs/lost"),
-        ("--evaluation.prompts 1000000", "evaluation.prompts"),
+        ("--evaluation.prompts 1000 --task.digits 1 --task.max_numbers 2", "evaluation.prompts"),
         ("--trainer.parallelism.tensor_parallel_degree 3", "3 does not divide"),
     ],
 )

@@ -20,17 +20,19 @@ def config_for(folder: Path) -> Controller.Config:
     return replace(low_tokens(), model="", warm_start=warm, task=SumDigits.Config())
 
 
-def stop_after(steps: int):
-    """In place of signal handlers: a Ctrl-C that comes after so many steps of imitation."""
+def stop_after(steps: int, seen: list[str]):
+    """In place of signal handlers: a Ctrl-C that comes in that step of imitation."""
 
     @contextlib.contextmanager
     def signals(controller: Controller):
-        train, taken = controller.train, []
+        train, taken = controller.train, 0
 
         async def counted(episodes):
-            taken.append(1)
-            if len(taken) == steps:
+            nonlocal taken
+            taken += 1
+            if taken == steps:
                 controller.interrupted.set()
+            seen.extend(e.group_id for e in episodes)
             return await train(episodes)
 
         controller.train = counted  # type: ignore[method-assign]
@@ -39,18 +41,15 @@ def stop_after(steps: int):
     return signals
 
 
-async def test_an_interrupted_warm_start_goes_on_and_gives_the_same_model(tmp_path):
-    whole, parts = config_for(tmp_path / "whole"), config_for(tmp_path / "parts")
-    await ensure_starting_model(whole, stop_after(100))
+async def test_an_interrupted_warm_start_goes_on_where_it_stopped(tmp_path):
+    config, seen = config_for(tmp_path), []
     with pytest.raises(Interrupted):
-        await ensure_starting_model(parts, stop_after(4))
-    assert not parts.model_folder.exists()
-    await ensure_starting_model(parts, stop_after(3))  # fewer than three are left
-    weights = "model.safetensors"
-    assert (parts.model_folder / weights).read_bytes() == (
-        whole.model_folder / weights
-    ).read_bytes()
-    assert [f.name for f in (tmp_path / "parts").iterdir()] == [parts.model_folder.name]
+        await ensure_starting_model(config, stop_after(4, seen))
+    assert not config.model_folder.exists()
+    await ensure_starting_model(config, stop_after(100, seen))
+    assert seen == [f"demonstration/{i}" for i in range(6 * 4)]
+    assert (config.model_folder / "model.safetensors").is_file()
+    assert [f.name for f in tmp_path.iterdir()] == [config.model_folder.name]
 
 
 async def test_a_model_that_is_there_is_used_as_it_is(tmp_path):

@@ -206,44 +206,6 @@ async def test_a_gradient_that_is_not_finite_changes_nothing(trainer):
     assert all(torch.isfinite(g).all() for g in fine.values())
 
 
-async def test_swapped_weights_serve_the_trainers_policy(tiny_model, tmp_path):
-    """Two different weight sets in a row: a stale lm_head or prefix cache shows on the second."""
-    other = write_tiny_model(tmp_path / "other", seed=1)
-    config = VLLMGenerator.Config(
-        sampling=SamplingConfig(n=4, max_tokens=16, temperature=0.8),
-        engine=small_engine(),
-        threads=1,
-    )
-    generator = await spawn_generator(config, model=str(tiny_model), seed=0)
-    trainer = await start_trainer(other, tmp_path / "checkpoints", ranks=2)
-    prompts = [list(range(k, k + 50)) for k in range(4)]
-    grid = make_grid(random_episodes(8, longest=20), dp_degree=2, tokens_per_microbatch=4096)
-    seen = []
-    for version in range(3):
-        if version:
-            await trainer.actor.train_step.call(grid)
-        handle = per_rank(await trainer.actor.publish_weights.call())[0]
-        assert await generator.actor.pull_weights.call_one(handle) == version
-        completions = await generator.actor.generate.call_one(prompts, group_ids=list("abcd"))
-        assert {c.policy_version for c in completions} == {version}
-        for c in completions:
-            e = episode(
-                prompt_token_ids=c.prompt_token_ids,
-                token_ids=c.token_ids,
-                token_logprobs=c.token_logprobs,
-                temperature=0.8,
-            )
-            trained = per_rank(
-                await trainer.actor.logprobs.call(microbatch([e], present_fields([e])))
-            )[0]
-            theirs = torch.tensor(c.token_logprobs)
-            assert (trained[0, -len(theirs) :] - theirs).abs().max() <= 1e-4
-        seen.append([c.token_logprobs for c in completions])
-    assert seen[0] != seen[1] != seen[2]
-    await trainer.stop()
-    await generator.stop()
-
-
 async def test_the_reference_stays_and_reads_back_in_order(trainer, tiny_model):
     """Its logprobs on two ranks are those the one-rank trainer starts with, episode by episode."""
     config = Reference.Config(parallelism=TrainerParallelism(data_parallel_shard_degree=2))
@@ -284,3 +246,38 @@ async def test_later_updates_of_a_batch_know_the_policy_it_started_with(trainer)
     assert once["loss/masked_high_share"] == once["loss/masked_low_share"] == 0
     assert thrice["loss/masked_high_share"] + thrice["loss/masked_low_share"] > 0
     assert per_rank(await trainer.publish_weights.call())[0].version == version + 2
+
+
+async def test_swapped_weights_serve_the_trainers_policy(two_ranks, tmp_path):
+    """Two different weight sets in a row: a stale lm_head or prefix cache shows on the second."""
+    other = write_tiny_model(tmp_path / "other", seed=1)
+    config = VLLMGenerator.Config(
+        sampling=SamplingConfig(n=4, max_tokens=16, temperature=0.8),
+        engine=small_engine(),
+        threads=1,
+    )
+    generator = await spawn_generator(config, model=str(other), seed=0)
+    prompts = [list(range(k, k + 50)) for k in range(4)]
+    grid = make_grid(random_episodes(8, longest=20), dp_degree=2, tokens_per_microbatch=4096)
+    seen = []
+    for _ in range(3):
+        handle = per_rank(await two_ranks.publish_weights.call())[0]
+        assert await generator.actor.pull_weights.call_one(handle) == handle.version
+        completions = await generator.actor.generate.call_one(prompts, group_ids=list("abcd"))
+        assert {c.policy_version for c in completions} == {handle.version}
+        for c in completions:
+            e = episode(
+                prompt_token_ids=c.prompt_token_ids,
+                token_ids=c.token_ids,
+                token_logprobs=c.token_logprobs,
+                temperature=0.8,
+            )
+            trained = per_rank(await two_ranks.logprobs.call(microbatch([e], present_fields([e]))))[
+                0
+            ]
+            theirs = torch.tensor(c.token_logprobs)
+            assert (trained[0, -len(theirs) :] - theirs).abs().max() <= 1e-4
+        seen.append([c.token_logprobs for c in completions])
+        await two_ranks.train_step.call(grid)
+    assert seen[0] != seen[1] != seen[2]
+    await generator.stop()

@@ -6,23 +6,33 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_rl.algorithms.advantage import ADVANTAGES, AdvantageConfig, group_advantages
+from torchtitan_rl.algorithms.advantage import (
+    ADVANTAGES,
+    AdvantageConfig,
+    group_advantages,
+    length_penalty,
+)
 from torchtitan_rl.types import Completion, ScoredCompletion
 
 WITH_BASELINE = ["mean_baseline", "grpo", "rloo", "maxrl"]
 
 
-def group_of(rewards):
-    completion = Completion(
-        policy_version=0,
-        prompt_idx=0,
-        prompt_token_ids=[1],
-        text="",
-        token_ids=[2],
-        token_logprobs=[-1.0],
-        finish_reason="stop",
-    )
-    return [ScoredCompletion(completion, reward, correct=reward >= 1) for reward in rewards]
+def group_of(rewards, lengths=None):
+    def completion(length):
+        return Completion(
+            policy_version=0,
+            prompt_idx=0,
+            prompt_token_ids=[1],
+            text="",
+            token_ids=[2] * length,
+            token_logprobs=[-1.0] * length,
+            finish_reason="stop",
+        )
+
+    return [
+        ScoredCompletion(completion(length), reward, correct=reward >= 1)
+        for reward, length in zip(rewards, lengths or [1] * len(rewards), strict=True)
+    ]
 
 
 def advantages(name, rewards, **kwargs):
@@ -195,3 +205,29 @@ def test_an_unknown_name_is_refused_in_the_config(name, hint):
 def test_arguments_the_function_does_not_take_are_refused_in_the_config(name, kwargs, argument):
     with pytest.raises(ValueError, match=argument):
         AdvantageConfig(name=name, kwargs=kwargs)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "lengths", "expected"),
+    [
+        ([1, 1], [10, 30], [1.5, 1]),  # mean of the best 20: bonus 1/2, and -1/2 clamped to 0
+        ([1, 1, 0], [10, 30, 5], [1.5, 1, 0]),  # the wrong one has no part in it
+        ([1, 0.9], [10, 1], [1, 0.9]),  # one best: it is the mean
+        ([2, 2, 2], [3, 3, 3], [2, 2, 2]),
+        ([1, 1], [0, 4], [2, 1]),
+        ([1, 1], [0, 0], [1, 1]),
+        ([0, 0], [1, 9], [0, 0]),  # nothing was right
+        ([-1, -2], [1, 9], [-1, -2]),
+    ],
+)
+def test_the_length_penalty_favours_the_shorter_of_the_best(rewards, lengths, expected):
+    group = group_of(rewards, lengths)
+    assert [s.reward for s in length_penalty(group)] == pytest.approx(expected)
+    assert [s.reward for s in group] == rewards
+    config = AdvantageConfig(name="reward", length_penalty=True)
+    assert group_advantages(config, group, "g") == pytest.approx(expected)
+
+
+def test_the_length_penalty_comes_before_the_baseline():
+    config = AdvantageConfig(name="mean_baseline", length_penalty=True)
+    assert group_advantages(config, group_of([1, 1], [10, 30]), "g") == [0.25, -0.25]

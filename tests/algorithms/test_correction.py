@@ -222,9 +222,10 @@ def test_bounds_the_wrong_way_round_are_refused(low, high):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"importance_cap": 0.0}, "importance_cap must be positive; got 0.0"),
-        ({"importance_cap": -2.0}, "importance_cap must be positive; got -2.0"),
+        ({"importance_cap": 0.0}, "importance_cap must be positive and finite; got 0.0"),
+        ({"importance_cap": -2.0}, "importance_cap must be positive and finite; got -2.0"),
         ({"importance_cap": math.nan}, "importance_cap.*nan"),
+        ({"importance_cap": math.inf}, "importance_cap.*inf"),
         ({**GEOMETRIC, "sequence_mask_low": 1.5}, "0 <= low < high; got 1.5 and 1.01"),
         ({**PRODUCT, "sequence_mask_high": 0.4}, "0 <= low < high; got 0.5 and 0.4"),
         ({"importance_weight": "tokens"}, "importance_weight.*'tokens'"),

@@ -30,8 +30,11 @@ CORRECTION = CorrectionConfig(importance_weight="token")
         ({"name": "dppo", "kwargs": {"delta_high": 1.5}}, "delta_high must be a number 0 to 1"),
         ({"name": "dppo", "kwargs": {"delta_low": 1.5}}, "delta_low must be a number 0 to 1"),
         ({"name": "dppo", "kwargs": {"clip_low": 0.2}}, "loss 'dppo' cannot take kwargs.*clip_low"),
-        ({"name": "sapo", "kwargs": {"tau_positive": 0}}, "tau_positive must be a number from"),
-        ({"name": "sapo", "kwargs": {"tau_negative": -1}}, "tau_negative must be a number from"),
+        ({"name": "sapo", "kwargs": {"tau_positive": 0}}, "tau_positive must be a number 1e-06 to"),
+        (
+            {"name": "sapo", "kwargs": {"tau_negative": -1}},
+            "tau_negative must be a number 1e-06",
+        ),
         ({"name": "reinforce", "kwargs": {"c": 3}}, "loss 'reinforce' cannot take kwargs.*'c'"),
         ({"reduction": "mean"}, "unknown reduction 'mean'.*Known: fixed_length, prompt_mean, seq"),
         ({"reduction": "token_means"}, "unknown reduction.*did you mean 'token_mean'"),
@@ -160,6 +163,30 @@ def metric_is_a_float(inputs):
     return LossOutput(inputs.total(inputs.logprobs), {"loss/mine": 0.5})
 
 
+def reads_reference(inputs):
+    return LossOutput(inputs.total(inputs.logprobs - inputs.ref_logprobs))
+
+
+def reads_generator(inputs):
+    return LossOutput(inputs.total(inputs.logprobs - inputs.generator_logprobs))
+
+
+def infinite_slope(inputs):
+    return LossOutput(inputs.total((inputs.logprobs - inputs.old_logprobs).sqrt()))
+
+
+def no_metrics(inputs):
+    return LossOutput(inputs.total(inputs.logprobs), None)
+
+
+def test_what_a_loss_of_ones_own_reads_is_found_out():
+    config = LossConfig(name=f"{__name__}:reads_generator")
+    assert config.needs() == {"generator_logprobs": f"trainer.loss.name {config.name}"}
+    assert LossConfig(name=f"{__name__}:good").needs() == {}
+    config = LossConfig(name=f"{__name__}:reads_reference", ref_kl=KL)
+    assert config.needs() == {"ref_logprobs": "trainer.loss.ref_kl"}
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
@@ -170,7 +197,10 @@ def metric_is_a_float(inputs):
         ("not_a_number", r"must return a finite scalar loss_sum; got nan"),
         ("mean_over_tokens", r"must return a finite scalar loss_sum; got nan"),
         ("detached", "loss_sum has no gradient; build it from inputs.logprobs"),
-        ("raises", r"failed on 3 tokens: KeyError\('rewards'\)"),
+        ("raises", r"failed on 3 tokens .*: KeyError\('rewards'\)"),
+        ("reads_reference", "failed on 3 tokens .*without trainer.loss.ref_kl"),
+        ("infinite_slope", "gradient of loss_sum is not finite"),
+        ("no_metrics", "metrics must be a dict; got None"),
         ("needs_a_token", "failed on 0 tokens"),
         ("ignores_weights", "leaves out inputs.weights"),
         ("metric_is_a_float", r"metric 'loss/mine' is 0.5; give it as Mean\(total, weight\)"),

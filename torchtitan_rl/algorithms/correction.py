@@ -54,10 +54,9 @@ class CorrectionConfig:
     """By default 1.01 for the geometric mean, 2.0 for the product."""
 
     def __post_init__(self) -> None:
-        if self.importance_cap is not None and not self.importance_cap > 0:
-            raise ValueError(
-                f"correction.importance_cap must be positive; got {self.importance_cap}"
-            )
+        cap = self.importance_cap
+        if cap is not None and not 0 < cap < float("inf"):
+            raise ValueError(f"correction.importance_cap must be positive and finite; got {cap}")
         for name, known in (
             ("importance_weight", ("off", "token", "sequence")),
             ("sequence_mask", ("off", "geometric", "product")),

@@ -85,16 +85,18 @@ class _ChosenLogprobs(torch.autograd.Function):
         logprobs, entropies, log_totals = hidden.new_empty(3, tokens, dtype=torch.float32)
         for piece in _pieces(tokens, weight, shard):
             logits = _logits(hidden[piece], weight, temperatures[piece])
+            # From the largest logit down: differences of large numbers would cost digits.
+            top = shard.max(logits.amax(-1))
+            logits.sub_(top.unsqueeze(-1))
             rows, here = shard.own(targets[piece], len(weight))
             chosen = logits.gather(-1, rows.unsqueeze(-1)).squeeze(-1) * here
-            top = shard.max(logits.amax(-1))
-            exps = (logits - top.unsqueeze(-1)).exp_()
+            exps = logits.exp()
             # Σ exp, Σ exp·logit and the target's logit, over the whole vocabulary
             parts = torch.stack([exps.sum(-1), torch.linalg.vecdot(exps, logits), chosen])
             total, moment, chosen = shard.sum(parts)
+            logprobs[piece] = chosen - total.log()
+            entropies[piece] = total.log() - moment / total
             log_totals[piece] = top + total.log()
-            logprobs[piece] = chosen - log_totals[piece]
-            entropies[piece] = log_totals[piece] - moment / total
         ctx.save_for_backward(hidden, weight, targets, temperatures, log_totals)
         ctx.shard = shard
         ctx.mark_non_differentiable(entropies)

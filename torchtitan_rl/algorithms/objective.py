@@ -15,6 +15,7 @@ from torchtitan_rl.algorithms.policy_loss import (
     LossOutput,
     generator_logprobs,
 )
+from torchtitan_rl.algorithms.probe import check_loss, needs_generator_logprobs
 from torchtitan_rl.batching.reduction import REDUCTIONS
 from torchtitan_rl.observability.metrics import Distribution, Mean, Metrics
 from torchtitan_rl.plugins import check_arguments, nearest, resolve
@@ -40,8 +41,9 @@ class LossConfig:
     """What to do where trainer and generator disagree on the policy."""
 
     def __post_init__(self) -> None:
-        function = resolve(self.name, LOSSES, what="loss")
-        check_arguments(self.name, function, self.kwargs, what="loss")
+        check_arguments(
+            self.name, resolve(self.name, LOSSES, what="loss"), self.kwargs, what="loss"
+        )
         if self.reduction not in REDUCTIONS:
             raise ValueError(
                 f"unknown reduction {self.reduction!r}; {nearest(self.reduction, REDUCTIONS)}"
@@ -49,7 +51,11 @@ class LossConfig:
         if self.name in LOSSES:
             _check_limits(self.kwargs)
         else:
-            probe(self)
+            check_loss(self.name, self.policy_loss, has_reference=self.ref_kl.on)
+
+    def policy_loss(self, inputs: LossInputs) -> LossOutput:
+        """The policy loss alone."""
+        return resolve(self.name, LOSSES, what="loss")(inputs, **self.kwargs)
 
     @property
     def uses_ratios(self) -> bool:
@@ -62,12 +68,18 @@ class LossConfig:
         for setting, on, name in (
             ("correction", self.correction.on, "generator_logprobs"),
             ("rollout_kl", self.rollout_kl.on, "generator_logprobs"),
-            (f"name {self.name}", self.name in NEED_GENERATOR_LOGPROBS, "generator_logprobs"),
+            (f"name {self.name}", self._reads_generator_logprobs, "generator_logprobs"),
             ("ref_kl", self.ref_kl.on, "ref_logprobs"),
         ):
             if on:
                 found[name] = f"trainer.loss.{setting}"
         return found
+
+    @property
+    def _reads_generator_logprobs(self) -> bool:
+        if self.name in LOSSES:
+            return self.name in NEED_GENERATOR_LOGPROBS
+        return needs_generator_logprobs(self.policy_loss)
 
     def notices(self) -> list[str]:
         """What the user should know about these choices."""
@@ -91,7 +103,7 @@ def objective(config: LossConfig, inputs: LossInputs) -> LossOutput:
     """
     tokens = float(inputs.logprobs.numel())
     corrected, metrics = _corrected(config.correction, inputs)
-    policy = resolve(config.name, LOSSES, what="loss")(corrected, **config.kwargs)
+    policy = config.policy_loss(corrected)
     metrics |= {"loss/policy": Mean(policy.loss_sum.item(), tokens), **policy.metrics}
     loss = policy.loss_sum
     for name, kl, other in (
@@ -131,49 +143,3 @@ def mismatch(inputs: LossInputs) -> Metrics:
         "mismatch": Distribution.of((inputs.old_logprobs - generator).abs()),
         "mismatch_kl": Distribution.of(torch.expm1(log_ratio) - log_ratio),
     }
-
-
-def probe(config: LossConfig) -> None:
-    """Try a loss function of the user's on a few tokens and on none, before a rank does.
-
-    A loss that breaks on a rank breaks inside a collective, where the others wait for it.
-    """
-    who = f"loss {config.name!r}"
-    function = resolve(config.name, LOSSES, what="loss")
-    for tokens in (3, 0):
-        inputs = _probe_inputs(tokens)
-        try:
-            output = function(inputs, **config.kwargs)
-        except Exception as error:
-            raise ValueError(f"{who} failed on {tokens} tokens: {error!r}") from error
-        if not isinstance(output, LossOutput) or not isinstance(output.loss_sum, torch.Tensor):
-            raise ValueError(f"{who} must return a LossOutput(loss_sum, metrics); got {output!r}")
-        if output.loss_sum.shape != () or not output.loss_sum.isfinite():
-            raise ValueError(f"{who} must return a finite scalar loss_sum; got {output.loss_sum}")
-        if not output.loss_sum.requires_grad:
-            raise ValueError(f"{who}: loss_sum has no gradient; build it from inputs.logprobs")
-        for name, metric in output.metrics.items():
-            if not hasattr(metric, "merge"):
-                raise ValueError(
-                    f"{who}: metric {name!r} is {metric!r}; give it as Mean(total, weight) or "
-                    "another of torchtitan_rl.observability.metrics, which know how to merge"
-                )
-    unweighted = replace(_probe_inputs(3), weights=torch.zeros(3))
-    if function(unweighted, **config.kwargs).loss_sum.item() != 0:
-        raise ValueError(
-            f"{who} leaves out inputs.weights, so that reductions and corrections would have no "
-            "effect: return LossOutput(inputs.total(loss_per_token))"
-        )
-
-
-def _probe_inputs(tokens: int) -> LossInputs:
-    steps = torch.arange(tokens, dtype=torch.float32)
-    return LossInputs(
-        logprobs=(-0.5 - 0.1 * steps).requires_grad_(),
-        old_logprobs=-0.5 - 0.1 * steps,
-        advantages=1.0 - steps,
-        weights=torch.ones(tokens),
-        sequence_ids=torch.arange(tokens) // 2,
-        generator_logprobs=-0.6 - 0.1 * steps,
-        ref_logprobs=-0.4 - 0.1 * steps,
-    )

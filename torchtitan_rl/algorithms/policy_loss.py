@@ -163,8 +163,8 @@ LIMITS: dict[str, tuple[float, float]] = {
     "c": (1.0, float("inf")),
     "delta_low": (0.0, 1.0),
     "delta_high": (0.0, 1.0),
-    "tau_positive": (1e-6, float("inf")),
-    "tau_negative": (1e-6, float("inf")),
+    "tau_positive": (1e-6, 1e6),
+    "tau_negative": (1e-6, 1e6),
 }
 """Least and largest value of each keyword argument of the losses above."""
 

@@ -137,9 +137,12 @@ def _problems(episode: Episode, vocab_size: int | None, version: int | None):
         stream = field.of(episode)
         if stream is not None and len(stream) != len(ids):
             yield f"{field.name} covers {len(stream)} tokens of {len(ids)}"
+    new = loss_mask(episode)[len(episode.prompt_token_ids) :]
     for name in ("token_logprobs", "ref_logprobs"):
         values = getattr(episode, name)
-        if values is not None and not all(map(math.isfinite, values)):
+        if values is not None and any(
+            trains and not math.isfinite(value) for value, trains in zip(values, new, strict=True)
+        ):
             yield f"{name} holds a value that is not finite"
     if episode.loss_mask and episode.loss_mask[0]:
         yield "loss_mask trains token 0, which has nothing to be predicted from"
