@@ -10,7 +10,7 @@ from torchtitan_rl.actors.trainer import OptimizerConfig, Trainer, annealed_lr, 
 from torchtitan_rl.algorithms.advantage import AdvantageConfig
 from torchtitan_rl.config import EvaluationConfig
 from torchtitan_rl.controller import Controller
-from torchtitan_rl.models.parallel import TrainerParallelism
+from torchtitan_rl.models.mesh import TrainerParallelism
 from torchtitan_rl.tasks.sum_digits import SumDigits
 from torchtitan_rl.warm_start import WarmStartConfig
 

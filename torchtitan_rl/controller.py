@@ -27,9 +27,9 @@ from torchtitan_rl.batching.grid import Grid, deal_groups, make_grid
 from torchtitan_rl.batching.reduction import weigh
 from torchtitan_rl.batching.schema import validate
 from torchtitan_rl.config import RunConfig
-from torchtitan_rl.models.parallel import TrainerParallelism
+from torchtitan_rl.models.hf import check_parallelism, read_hf_config
+from torchtitan_rl.models.mesh import TrainerParallelism
 from torchtitan_rl.models.render import ChatRenderer
-from torchtitan_rl.models.spec import check_parallelism, model_spec, read_hf_config
 from torchtitan_rl.observability.console import StepProgress, console, print_summary, step_line
 from torchtitan_rl.observability.metrics import flatten, merge_metrics
 from torchtitan_rl.observability.rollouts import rollout_metrics
@@ -63,7 +63,6 @@ class Controller(Configurable):
         if not config.run_name:
             raise ValueError("run_name is empty: name the folder of the run under output_dir")
         check_gpus(config.gpus)
-        model_spec(config.model_folder)  # says what is wrong with the folder, if anything is
         hf_config = read_hf_config(config.model_folder)
         for who, degree in (
             ("trainer", config.trainer.parallelism.tensor_parallel_degree),

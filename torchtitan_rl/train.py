@@ -7,6 +7,7 @@ python -m torchtitan_rl.train --config grpo_sum_digits_tiny --generator.sampling
 import argparse
 import asyncio
 import logging
+import os
 import signal
 import sys
 import tempfile
@@ -118,7 +119,7 @@ def check(config: Controller.Config) -> None:
         return
     with tempfile.TemporaryDirectory() as temporary:
         # The model that the warm start will make has this shape.
-        stand_in = write_tiny_model(Path(temporary) / "model", seed=config.seed)
+        stand_in = write_tiny_model(Path(temporary) / "model", seed=0, weights=False)
         Controller(replace(config, model=str(stand_in)))
 
 
@@ -158,4 +159,8 @@ def stop_signals(controller: Controller) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Everything is written and every process gone; taking torch and Monarch apart takes seconds.
+    os._exit(code)

@@ -27,7 +27,7 @@ from torchtitan_rl.algorithms.policy_loss import LOSSES
 from torchtitan_rl.batching.grid import make_grid
 from torchtitan_rl.batching.reduction import weigh
 from torchtitan_rl.batching.schema import microbatch, present_fields
-from torchtitan_rl.models.parallel import TrainerParallelism
+from torchtitan_rl.models.mesh import TrainerParallelism
 from torchtitan_rl.models.tiny import write_tiny_model
 from torchtitan_rl.observability.metrics import flatten, merge_metrics
 

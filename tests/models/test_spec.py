@@ -8,13 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from torchtitan_rl.models.spec import (
-    ModelFolderError,
-    build_on_meta,
-    check_parallelism,
-    model_spec,
-    read_hf_config,
-)
+from torchtitan_rl.models.hf import ModelFolderError, check_parallelism, read_hf_config
+from torchtitan_rl.models.spec import build_on_meta, model_spec
 from torchtitan_rl.models.tiny import TINY_QWEN3
 
 VALID = {**TINY_QWEN3, "vocab_size": 272}

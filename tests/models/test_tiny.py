@@ -8,9 +8,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from torchtitan_rl.models.hf import COMPANION_FILES, atomic_folder, copy_companion_files
+from torchtitan_rl.models.hf import (
+    COMPANION_FILES,
+    ModelFolderError,
+    atomic_folder,
+    copy_companion_files,
+)
 from torchtitan_rl.models.render import ChatRenderer
-from torchtitan_rl.models.spec import ModelFolderError
 from torchtitan_rl.models.tiny import CHAT_TOKENS, TINY_QWEN3, byte_tokenizer, write_tiny_model
 
 QUESTION = [{"role": "user", "content": "47 85"}]

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from torchtitan_rl.models.checkpoint import find_checkpoints
+from torchtitan_rl.observability.run_folder import find_checkpoints
 from torchtitan_rl.observability.sinks import read_metrics
 
 ROOT = Path(__file__).parents[2]

@@ -7,9 +7,7 @@ from monarch.actor import Actor, endpoint
 from torchtitan.config import Configurable
 
 from torchtitan_rl.batching.grid import Grid
-from torchtitan_rl.models.checkpoint import load_hf
-from torchtitan_rl.models.parallel import TrainerParallelism
-from torchtitan_rl.models.rank import ModelRank
+from torchtitan_rl.models.mesh import TrainerParallelism
 from torchtitan_rl.platform import Dtype
 
 
@@ -36,6 +34,10 @@ class Reference(Actor, Configurable):
     @endpoint
     async def setup(self) -> None:
         """Build the model and load its weights."""
+        # Heavy, and only needed here: the controller imports this module for its Config.
+        from torchtitan_rl.models.checkpoint import load_hf
+        from torchtitan_rl.models.rank import ModelRank
+
         self.rank = ModelRank(
             self._model_folder, self.config.parallelism, dtype=self.config.dtype, seed=0
         )

@@ -11,18 +11,14 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from monarch.actor import Actor, endpoint
-from torch.distributed.tensor import DTensor
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.config import Configurable
-from torchtitan.distributed import utils as dist_utils
 
 from torchtitan_rl.algorithms.objective import LossConfig, objective
 from torchtitan_rl.algorithms.policy_loss import LossInputs
 from torchtitan_rl.batching.grid import Grid
 from torchtitan_rl.batching.schema import Microbatch
-from torchtitan_rl.models.checkpoint import Checkpoints, TrainState
-from torchtitan_rl.models.parallel import TrainerParallelism
-from torchtitan_rl.models.rank import ModelRank
+from torchtitan_rl.models.mesh import TrainerParallelism
 from torchtitan_rl.observability.metrics import (
     Mean,
     Metrics,
@@ -122,6 +118,10 @@ class Trainer(Actor, Configurable):
         """Build everything and load weights: the latest checkpoint if `resume` and there is one,
         else the HF folder."""
         config = self.config
+        # Heavy, and only needed here: the controller imports this module for its Config.
+        from torchtitan_rl.models.checkpoint import Checkpoints, TrainState
+        from torchtitan_rl.models.rank import ModelRank
+
         self.rank = ModelRank(
             self._model_folder,
             config.parallelism,
@@ -181,13 +181,9 @@ class Trainer(Actor, Configurable):
     ) -> dict[str, torch.Tensor]:
         """The full gradient of the batch by parameter name, without a step. For tests and study."""
         self._accumulate(grid, loss or self.config.loss)
-        grads = {
-            name: (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad).cpu().clone()
-            for name, p in self.model.named_parameters()
-            if p.grad is not None
-        }
+        gradients = self.rank.full_gradients()
         self.optimizers.zero_grad()
-        return grads
+        return gradients
 
     @endpoint
     async def logprobs(self, cell: Microbatch) -> torch.Tensor:
@@ -226,9 +222,7 @@ class Trainer(Actor, Configurable):
     def _update(self, grid: Grid) -> Metrics:
         """One optimizer step."""
         metrics = self._accumulate(grid, self.config.loss)
-        grad_norm = dist_utils.clip_grad_norm_(
-            list(self.model.parameters()), self.config.max_grad_norm, foreach=True
-        )
+        grad_norm = self.rank.clip_gradients(self.config.max_grad_norm)
         if not torch.isfinite(grad_norm):
             self.optimizers.zero_grad()
             raise FloatingPointError(

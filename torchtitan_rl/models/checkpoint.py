@@ -14,8 +14,13 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer import CheckpointManager, ModelWrapper
 
-from torchtitan_rl.models.hf import atomic_folder, copy_companion_files
-from torchtitan_rl.models.spec import hf_dtype, read_hf_config
+from torchtitan_rl.models.hf import (
+    atomic_folder,
+    copy_companion_files,
+    hf_dtype,
+    read_hf_config,
+)
+from torchtitan_rl.observability.run_folder import find_checkpoints
 
 
 @dataclass(slots=True)
@@ -114,11 +119,3 @@ def load_hf(model: nn.Module, adapter: Any, folder: str) -> None:
     tensors = adapter.to_hf(wrapped.state_dict())
     dcp.load(tensors, storage_reader=adapter.get_hf_storage_reader(folder))
     wrapped.load_state_dict(adapter.from_hf(tensors))
-
-
-def find_checkpoints(folder: str | Path) -> list[int]:
-    """Steps with a whole checkpoint, in order. A half-written one has no `.metadata` yet."""
-    return sorted(
-        int(path.parent.name.removeprefix("step-"))
-        for path in Path(folder).glob("step-*/.metadata")
-    )

@@ -1,10 +1,14 @@
-"""HF folders on disk: written whole or not at all."""
+"""HF folders: what their config.json says, and how they are written: whole or not at all."""
 
+import json
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import torch
 
 COMPANION_FILES = (
     "config.json",
@@ -19,6 +23,15 @@ COMPANION_FILES = (
     "chat_template.jinja",
 )
 """What an HF folder holds beside its weights."""
+
+
+NEEDED_FIELDS = {
+    "Qwen3ForCausalLM": (
+        *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
+        *("num_attention_heads", "num_key_value_heads", "rms_norm_eps", "max_position_embeddings"),
+    ),
+}
+"""Architectures that can be trained, and the fields their config.json must have."""
 
 
 @contextmanager
@@ -45,3 +58,72 @@ def copy_companion_files(source: str | Path, target: str | Path) -> None:
     for name in COMPANION_FILES:
         if (file := Path(source) / name).is_file():
             shutil.copy(file, Path(target) / name)
+
+
+class ModelFolderError(ValueError):
+    """The HF folder cannot be used; the message names the folder and the fix."""
+
+
+def read_hf_config(folder: str | Path) -> dict[str, Any]:
+    """config.json of an HF folder, or an error that says what to put where."""
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise ModelFolderError(
+            f"no config.json in {str(folder)!r}: point `model` at a Hugging Face model folder "
+            "(config.json, *.safetensors, tokenizer files)"
+        )
+    try:
+        config = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ModelFolderError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ModelFolderError(f"{path} holds no JSON object")
+    architecture = (config.get("architectures") or ["<none>"])[0]
+    if architecture not in NEEDED_FIELDS:
+        raise ModelFolderError(
+            f"{path} names the architecture {architecture!r}; "
+            f"supported: {', '.join(sorted(NEEDED_FIELDS))}"
+        )
+    for name in NEEDED_FIELDS[architecture]:
+        if name not in config:
+            raise ModelFolderError(f"{path} lacks the field {name!r}")
+    rope_theta(config)
+    return config
+
+
+def rope_theta(config: dict[str, Any]) -> float:
+    # transformers 5 moved rope_theta into rope_parameters; older folders have it at the top.
+    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
+    if rope_type != "default":
+        raise ModelFolderError(
+            f"RoPE scaling {rope_type!r} is not supported yet; use a plain model"
+        )
+    theta = parameters.get("rope_theta") or config.get("rope_theta")
+    if theta is None:
+        raise ModelFolderError("config.json lacks the field 'rope_theta'")
+    return float(theta)
+
+
+def hf_dtype(config: dict[str, Any]) -> torch.dtype:
+    """The dtype an HF config gives its weights; older ones call it `torch_dtype`.
+
+    Example:
+        >>> hf_dtype({"torch_dtype": "bfloat16"})
+        torch.bfloat16
+    """
+    name = config.get("dtype") or config.get("torch_dtype") or "float32"
+    dtype = getattr(torch, str(name), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ModelFolderError(f"config.json names the dtype {name!r}, which torch does not know")
+    return dtype
+
+
+def check_parallelism(hf: dict[str, Any], *, tensor_parallel: int, who: str) -> None:
+    """Tensor parallelism must divide the heads; said here, before any process starts."""
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        if hf[name] % tensor_parallel:
+            raise ValueError(
+                f"{who} tensor parallelism of {tensor_parallel} does not divide the model's "
+                f"{name} ({hf[name]}); choose a divisor of it"
+            )

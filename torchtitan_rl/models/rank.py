@@ -6,10 +6,13 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torchtitan.distributed import utils as dist_utils
 
 from torchtitan_rl.batching.schema import Microbatch
 from torchtitan_rl.models.head import Chosen, LogprobHead
-from torchtitan_rl.models.parallel import TrainerParallelism, build_parallel_model
+from torchtitan_rl.models.mesh import TrainerParallelism
+from torchtitan_rl.models.parallel import build_parallel_model
 from torchtitan_rl.models.spec import model_spec
 from torchtitan_rl.platform import Dtype, device_type
 
@@ -73,6 +76,18 @@ class ModelRank:
         self.head.chosen = Chosen(predicts, streams["tokens"], streams["temperatures"])
         logprobs, entropies = self.model(cell["tokens"].to(self.device), positions)
         return Predicted(logprobs, entropies, streams, trains.nonzero()[:, 0].to(self.device))
+
+    def clip_gradients(self, most: float) -> torch.Tensor:
+        """Scale the gradients down to a norm of `most`; returns the norm they had."""
+        return dist_utils.clip_grad_norm_(list(self.model.parameters()), most, foreach=True)
+
+    def full_gradients(self) -> dict[str, torch.Tensor]:
+        """The gradients by parameter name, gathered from all ranks."""
+        return {
+            name: (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad).cpu().clone()
+            for name, p in self.model.named_parameters()
+            if p.grad is not None
+        }
 
     def logprobs(self, cell: Microbatch) -> torch.Tensor:
         """[rows, length] logprobs without gradient; NaN at tokens that do not train."""

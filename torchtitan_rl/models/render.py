@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from torchtitan_rl.models.spec import ModelFolderError, read_hf_config
+from torchtitan_rl.models.hf import ModelFolderError, read_hf_config
 from torchtitan_rl.tasks.task import Message
 
 

@@ -4,7 +4,6 @@ There is no table of sizes to keep: any folder whose architecture is listed in `
 trains, from the 0.6M-parameter starting model to Qwen3-14B.
 """
 
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -23,47 +22,7 @@ from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan.protocols.model_spec import ModelSpec
 
 from torchtitan_rl.models.head import LogprobHead
-
-
-class ModelFolderError(ValueError):
-    """The HF folder cannot be used; the message names the folder and the fix."""
-
-
-def read_hf_config(folder: str | Path) -> dict[str, Any]:
-    """config.json of an HF folder, or an error that says what to put where."""
-    path = Path(folder) / "config.json"
-    if not path.is_file():
-        raise ModelFolderError(
-            f"no config.json in {str(folder)!r}: point `model` at a Hugging Face model folder "
-            "(config.json, *.safetensors, tokenizer files)"
-        )
-    try:
-        config = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ModelFolderError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ModelFolderError(f"{path} holds no JSON object")
-    architecture = (config.get("architectures") or ["<none>"])[0]
-    if architecture not in ARCHITECTURES:
-        raise ModelFolderError(
-            f"{path} names the architecture {architecture!r}; "
-            f"supported: {', '.join(sorted(ARCHITECTURES))}"
-        )
-    return config
-
-
-def hf_dtype(config: dict[str, Any]) -> torch.dtype:
-    """The dtype an HF config gives its weights; older ones call it `torch_dtype`.
-
-    Example:
-        >>> hf_dtype({"torch_dtype": "bfloat16"})
-        torch.bfloat16
-    """
-    name = config.get("dtype") or config.get("torch_dtype") or "float32"
-    dtype = getattr(torch, str(name), None)
-    if not isinstance(dtype, torch.dtype):
-        raise ModelFolderError(f"config.json names the dtype {name!r}, which torch does not know")
-    return dtype
+from torchtitan_rl.models.hf import read_hf_config, rope_theta
 
 
 def model_spec(folder: str | Path) -> ModelSpec:
@@ -75,37 +34,13 @@ def model_spec(folder: str | Path) -> ModelSpec:
         128
     """
     config = read_hf_config(folder)
-    try:
-        return ARCHITECTURES[config["architectures"][0]](config, Path(folder).name)
-    except KeyError as missing:
-        raise ModelFolderError(f"{folder}/config.json lacks the field {missing}") from missing
+    return ARCHITECTURES[config["architectures"][0]](config, Path(folder).name)
 
 
 def build_on_meta(spec: ModelSpec) -> nn.Module:
     """The model without memory behind it, to count parameters and check shapes anywhere."""
     with torch.device("meta"):
         return spec.model.build()
-
-
-def check_parallelism(hf: dict[str, Any], *, tensor_parallel: int, who: str) -> None:
-    """Tensor parallelism must divide the heads; said here, before any process starts."""
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        if hf[name] % tensor_parallel:
-            raise ValueError(
-                f"{who} tensor parallelism of {tensor_parallel} does not divide the model's "
-                f"{name} ({hf[name]}); choose a divisor of it"
-            )
-
-
-def _rope_theta(config: dict[str, Any]) -> float:
-    # transformers 5 moved rope_theta into rope_parameters; older folders have it at the top.
-    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
-    if rope_type != "default":
-        raise ModelFolderError(
-            f"RoPE scaling {rope_type!r} is not supported yet; use a plain model"
-        )
-    return float(parameters.get("rope_theta") or config["rope_theta"])
 
 
 def _qwen3(config: dict[str, Any], name: str) -> ModelSpec:
@@ -138,7 +73,7 @@ def _qwen3(config: dict[str, Any], name: str) -> ModelSpec:
                 rope=CosSinRoPE.Config(
                     dim=head_dim,
                     max_seq_len=config["max_position_embeddings"],
-                    theta=_rope_theta(config),
+                    theta=rope_theta(config),
                 ),
                 qk_norm=norm(head_dim),
             ),

@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
-from torch import nn
 
 from torchtitan_rl.models.hf import atomic_folder
 
@@ -64,10 +63,8 @@ def byte_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def write_tiny_model(folder: str | Path, *, seed: int) -> Path:
+def write_tiny_model(folder: str | Path, *, seed: int, weights: bool = True) -> Path:
     """Write a randomly initialised tiny Qwen3 as an HF folder; one seed, always the same bytes."""
-    from torchtitan_rl.models.spec import build_on_meta, model_spec
-
     tokenizer = byte_tokenizer()
     special = {token: tokenizer.token_to_id(token) for token in CHAT_TOKENS}
     end_ids = [special["<|im_end|>"], special["<|endoftext|>"]]
@@ -94,15 +91,19 @@ def write_tiny_model(folder: str | Path, *, seed: int) -> Path:
                 indent=2,
             )
         )
-        spec = model_spec(temporary)
-        model: Any = build_on_meta(spec).to_empty(device="cpu")
-        with torch.random.fork_rng(), torch.no_grad():
-            torch.manual_seed(seed)
-            model.init_weights()
-        save_file(hf_state_dict(model, spec, temporary), temporary / "model.safetensors")
+        if weights:
+            save_file(_random_weights(temporary, seed), temporary / "model.safetensors")
     return Path(folder)
 
 
-def hf_state_dict(model: nn.Module, spec, folder: Path) -> dict[str, torch.Tensor]:
+def _random_weights(folder: Path, seed: int) -> dict[str, torch.Tensor]:
+    """Weights for the config.json in `folder`, under their HF names."""
+    from torchtitan_rl.models.spec import build_on_meta, model_spec
+
+    spec = model_spec(folder)
+    model: Any = build_on_meta(spec).to_empty(device="cpu")
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(seed)
+        model.init_weights()
     adapter = spec.state_dict_adapter(spec.model, str(folder))
     return {name: t.detach().contiguous() for name, t in adapter.to_hf(model.state_dict()).items()}

@@ -5,8 +5,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-from torchtitan_rl.models.checkpoint import find_checkpoints
-
 FIXED = (
     *("seed:", "task.", "model:", "warm_start", "prompts_per_step:", "thinking:"),
     *("generator.sampling.", "advantage.", "trainer.loss.", "trainer.optimizer."),
@@ -92,3 +90,11 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
     for key, item in value.items():
         flat |= _flat(item, f"{prefix}.{key}" if prefix else key)
     return flat
+
+
+def find_checkpoints(folder: str | Path) -> list[int]:
+    """Steps with a whole checkpoint, in order. A half-written one has no `.metadata` yet."""
+    return sorted(
+        int(path.parent.name.removeprefix("step-"))
+        for path in Path(folder).glob("step-*/.metadata")
+    )

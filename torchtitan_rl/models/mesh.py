@@ -1,0 +1,29 @@
+"""How many ranks share a model, and how."""
+
+from dataclasses import dataclass
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainerParallelism:
+    """Degrees under torchtitan's names; their product is the number of trainer processes."""
+
+    data_parallel_replicate_degree: int = 1
+    """Copies of the sharded model (HSDP)."""
+    data_parallel_shard_degree: int = 1
+    """Ranks that share one copy of the weights (FSDP2)."""
+    tensor_parallel_degree: int = 1
+    """Ranks that share each layer."""
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if getattr(self, name) < 1:
+                raise ValueError(f"trainer.parallelism.{name} must be at least 1")
+
+    @property
+    def dp_degree(self) -> int:
+        """Ranks that see different data."""
+        return self.data_parallel_replicate_degree * self.data_parallel_shard_degree
+
+    @property
+    def world_size(self) -> int:
+        return self.dp_degree * self.tensor_parallel_degree
