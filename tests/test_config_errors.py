@@ -64,6 +64,7 @@ def folder(tmp_path, tiny_model, monkeypatch):
     monkeypatch.setattr(train, "train", start)
     # It would end what other tests have started in this process.
     monkeypatch.setattr(train, "end_all_processes", lambda: None)
+    monkeypatch.setattr(train, "adopt_orphans", lambda: None)
     monkeypatch.chdir(tmp_path)
     yield tmp_path
     sys.modules.pop("config_registry", None)

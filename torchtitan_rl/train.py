@@ -24,7 +24,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from torchtitan_rl import recipes
-from torchtitan_rl.actors.spawn import end_all_processes
+from torchtitan_rl.actors.spawn import adopt_orphans, end_all_processes
 from torchtitan_rl.controller import Controller
 from torchtitan_rl.models.tiny import write_tiny_model
 from torchtitan_rl.observability.console import console, error_console
@@ -50,6 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     folder = Path(config.output_dir) / config.run_name
+    adopt_orphans()
     try:
         asyncio.run(train(config))
     except Interrupted:

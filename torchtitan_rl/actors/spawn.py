@@ -6,10 +6,12 @@ notebook needs.
 
 import asyncio
 import contextlib
+import ctypes
 import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +31,8 @@ from torchtitan_rl.tasks.task import Task
 
 STOP_SECONDS = 0.5
 """How long processes get to end by themselves."""
+REAP_SECONDS = 2.0
+"""How long a killed process may take to give its memory back."""
 
 
 @dataclass(slots=True)
@@ -186,10 +190,25 @@ def end_all_processes() -> None:
     for process in family:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(family, timeout=STOP_SECONDS)
     # Monarch would do this while the interpreter exits, and print a traceback if it is too slow.
     with contextlib.suppress(Exception):
         shutdown_context(host_timeout=0.3).get(timeout=1.0)
+    _reap_children()
+
+
+def _reap_children() -> None:
+    """Collect what was killed, so that not even a zombie of it is left: nobody else may do so."""
+    deadline = time.monotonic() + REAP_SECONDS
+    with contextlib.suppress(ChildProcessError):  # none is left
+        while time.monotonic() < deadline:
+            if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                time.sleep(0.01)
+
+
+def adopt_orphans() -> None:
+    """Whatever a dead worker leaves behind becomes a child of this process, which ends it too."""
+    set_child_subreaper = 36  # linux/prctl.h
+    ctypes.CDLL(None).prctl(set_child_subreaper, 1, 0, 0, 0)
 
 
 def start_monarch(log_file: str | None = None) -> None:
