@@ -10,7 +10,7 @@ from torchtitan_rl.actors.trainer import OptimizerConfig, Trainer, annealed_lr, 
 from torchtitan_rl.algorithms.advantage import AdvantageConfig
 from torchtitan_rl.config import EvaluationConfig
 from torchtitan_rl.controller import Controller
-from torchtitan_rl.models.mesh import TrainerParallelism
+from torchtitan_rl.models.mesh import Parallelism
 from torchtitan_rl.tasks.sum_digits import SumDigits
 from torchtitan_rl.warm_start import WarmStartConfig
 
@@ -80,9 +80,7 @@ def _qwen3(
         trainer=Trainer.Config(
             optimizer=OptimizerConfig(lr=1e-6),
             lr_scheduler=constant_lr(warmup_steps=10),
-            parallelism=TrainerParallelism(
-                data_parallel_shard_degree=shard, tensor_parallel_degree=tp
-            ),
+            parallelism=Parallelism(data_parallel_shard_degree=shard, tensor_parallel_degree=tp),
             tokens_per_microbatch=4096,
             activation_checkpoint="full" if recompute else "none",
         ),

@@ -11,6 +11,7 @@ import pytest
 
 from torchtitan_rl import train
 from torchtitan_rl.observability.run_folder import RunFolderError
+from torchtitan_rl.warm_start import supervised
 
 ROOT = Path(__file__).parents[1]
 
@@ -42,6 +43,9 @@ from torchtitan_rl.algorithms.policy_loss import LossOutput
 
 def forgets_weights(inputs):
     return LossOutput(-(inputs.advantages * inputs.logprobs).sum())
+
+def misspelt(group):
+    return [scored.rewards for scored in group]
 """
 
 
@@ -122,10 +126,24 @@ def test_what_a_loss_needs_is_switched_on():
     assert needed.resolved().generator.sampling.logprobs
 
 
-def test_truncated_sampling_goes_with_a_loss_that_has_no_ratio():
+@pytest.mark.parametrize("recipe", ["tiny", "warm"])
+def test_truncated_sampling_goes_with_a_loss_that_has_no_ratio(recipe):
     reinforce = ["--trainer.loss.name", "reinforce", "--generator.sampling.top_p", "0.9"]
     with pytest.raises(Started):
-        train.main(["--config", "tiny", *reinforce])
+        train.main(["--config", recipe, *reinforce])
+    if recipe == "warm":
+        config = train.parse(["--config", recipe, *reinforce])
+        assert supervised(config, Path("work")).trainer.loss.name == "reinforce"
+
+
+def test_what_is_switched_on_does_not_stand_in_the_way_of_a_resume(folder):
+    arguments = ["--config", "tiny", "--run_name", "old", "--generator.sampling.no_logprobs"]
+    arguments += ["--trainer.loss.name", "dppo"]
+    config = train.parse(arguments).resolved()
+    (folder / "outputs" / "old").mkdir(parents=True)
+    (folder / "outputs" / "old" / "config.json").write_text(json.dumps(config.to_dict()))
+    with pytest.raises(Started):
+        train.main([*arguments, "--resume"])
 
 
 def test_overrides_reach_the_config():
@@ -186,11 +204,18 @@ def test_the_list_of_recipes(capsys):
             ["unknown KL estimator 'k4'", "Known: abs, k1, k2, k3"],
         ),
         (
-            "--trainer.loss.correction.token_mask.low 9",
-            ["0 <= low < high; got 9.0 and 5.0"],
+            "--trainer.loss.correction.token_mask on "
+            "--trainer.loss.correction.token_mask_bounds 9 5",
+            ["token_mask_bounds must be 0 <= low < high; got (9.0, 5.0)"],
         ),
-        ("--trainer.loss.correction.importance_cap 0", ["importance_cap must be positive"]),
+        ("--trainer.loss.correction.importance_cap 3", ["importance_cap has no effect", "is off"]),
         ("--trainer.updates_per_step 0", ["updates_per_step must be at least 1"]),
+        ("--trainer.updates_per_step 33", ["updates_per_step (33)", "prompts_per_step (32)"]),
+        ("--trainer.optimizer.lr nan", ["optimizer.lr must be positive; got nan"]),
+        ("--generator.sampling.temperature inf", ["temperature must be 0 (greedy) or more"]),
+        ("--reference.parallelism.tensor_parallel_degree 0", ["parallelism.tensor_parallel_degr"]),
+        ("--reference.threads -3", ["reference.threads"]),
+        ("--advantage.name plug_ins:misspelt", ["advantage function 'plug_ins:misspelt' failed"]),
         (
             "--generator.sampling.top_k 5 --trainer.loss.name reinforce "
             "--trainer.loss.rollout_kl.coef 0.1",

@@ -108,6 +108,11 @@ class RunConfig(Configurable.Config):
                 f"trainer.tokens_per_microbatch ({self.trainer.tokens_per_microbatch}) cannot "
                 f"hold one episode of generator.engine.max_model_len ({engine.max_model_len})"
             )
+        if self.trainer.updates_per_step > self.prompts_per_step:
+            raise ValueError(
+                f"trainer.updates_per_step ({self.trainer.updates_per_step}) is more than "
+                f"prompts_per_step ({self.prompts_per_step}): each update takes whole groups"
+            )
         if sampling.n == 1 and self.advantage.name in BASELINES:
             raise ValueError(
                 f"with one sample per prompt every {self.advantage.name!r} advantage is 0; use "
@@ -122,14 +127,12 @@ class RunConfig(Configurable.Config):
         return self.generator.sampling.n
 
     @property
-    def gpus(self) -> int:
-        """GPUs a run takes on a CUDA machine: the trainer's, the generator's, the reference's."""
-        reference = self.reference.parallelism.world_size if self.has_reference else 0
-        return self.trainer_gpus + self.generator.tensor_parallel_degree + reference
-
-    @property
-    def trainer_gpus(self) -> int:
-        return self.trainer.parallelism.world_size
+    def gpus(self) -> tuple[range, range, range]:
+        """Which GPUs trainer, generator and reference get on a CUDA machine."""
+        trainer = self.trainer.parallelism.world_size
+        generator = trainer + self.generator.tensor_parallel_degree
+        reference = generator + self.reference.parallelism.world_size * self.has_reference
+        return range(trainer), range(trainer, generator), range(generator, reference)
 
     @property
     def has_reference(self) -> bool:

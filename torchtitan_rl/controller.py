@@ -28,7 +28,6 @@ from torchtitan_rl.batching.reduction import weigh
 from torchtitan_rl.batching.schema import validate
 from torchtitan_rl.config import RunConfig
 from torchtitan_rl.models.hf import check_parallelism, read_hf_config
-from torchtitan_rl.models.mesh import TrainerParallelism
 from torchtitan_rl.models.render import ChatRenderer
 from torchtitan_rl.observability.console import StepProgress, console, print_summary, step_line
 from torchtitan_rl.observability.metrics import flatten, merge_metrics
@@ -62,7 +61,7 @@ class Controller(Configurable):
         config = self.config = config.resolved()
         if not config.run_name:
             raise ValueError("run_name is empty: name the folder of the run under output_dir")
-        check_gpus(config.gpus)
+        check_gpus(sum(map(len, config.gpus)))
         hf_config = read_hf_config(config.model_folder)
         for who, degree in (
             ("trainer", config.trainer.parallelism.tensor_parallel_degree),
@@ -71,6 +70,7 @@ class Controller(Configurable):
         ):
             check_parallelism(hf_config, tensor_parallel=degree, who=who)
         self.vocab_size: int = hf_config["vocab_size"]
+        self.needs = config.trainer.loss.needs()
         self.folder = RunFolder(Path(config.output_dir) / config.run_name, resume=config.resume)
         self.task: Task = config.task.build(seed=config.seed)
         self.renderer = ChatRenderer(config.model_folder, thinking=config.thinking)
@@ -113,7 +113,7 @@ class Controller(Configurable):
     async def step(self, step: int) -> dict[str, float]:
         """One synchronous step; returns what to log. Interruptible until training starts."""
         clock, stop, config = Clock(), self.interrupted, self.config
-        heat = config.generator.sampling.temperature
+        temperature = config.generator.sampling.temperature
         evaluation: dict[str, float] = {}
         if step % config.evaluation.every == 0:
             with clock("evaluate"):
@@ -125,7 +125,9 @@ class Controller(Configurable):
             completions = await unless(stop, self.generate(groups))
         with clock("grade"):
             await unless(stop, self.grade(groups, completions))
-        episodes = make_episodes(groups, config.advantage, task=self.task.name, temperature=heat)
+        episodes = make_episodes(
+            groups, config.advantage, task=self.task.name, temperature=temperature
+        )
         training: dict[str, float] = {}
         self.untrainable.count(groups, episodes)
         with clock("train"):
@@ -192,31 +194,31 @@ class Controller(Configurable):
 
     async def train(self, episodes: list[Episode]) -> dict[str, float]:
         """Optimizer steps on these episodes: one, unless trainer.updates_per_step says more."""
-        config, version = self.config.trainer, self.policy_version
+        config = self.config.trainer
+        validate(episodes, vocab_size=self.vocab_size, version=self.policy_version)
         if self.reference:
-            episodes = await self.add_ref_logprobs(episodes)
-        needs = config.loss.needs()
-        validate(episodes, vocab_size=self.vocab_size, version=version, needs=needs)
-        longest = self.config.generator.sampling.max_tokens
+            episodes = await unless(self.interrupted, self.add_ref_logprobs(episodes))
+        validate(episodes, needs=self.needs)
+        longest, dp_degree = self.config.generator.sampling.max_tokens, config.parallelism.dp_degree
         grids = [
-            self.grid(weigh(part, config.loss.reduction, fixed_length=longest), config.parallelism)
+            self.grid(weigh(part, config.loss.reduction, fixed_length=longest), dp_degree)
             for part in deal_groups(episodes, config.updates_per_step)
         ]
         call = self.trainer.actor.train_step.call(*grids)
         metrics = merge_metrics(per_rank(await self.answer("the trainer to train", call)))
         self.policy_version += 1
         padding = sum(grid.padding_share for grid in grids) / len(grids)
-        return {**flatten(metrics), "padding_share": padding}
+        return {**flatten(metrics), "train/updates": len(grids), "padding_share": padding}
 
-    def grid(self, episodes: list[Episode], parallelism: TrainerParallelism) -> Grid:
+    def grid(self, episodes: list[Episode], dp_degree: int) -> Grid:
         budget = self.config.trainer.tokens_per_microbatch
-        return make_grid(episodes, dp_degree=parallelism.dp_degree, tokens_per_microbatch=budget)
+        return make_grid(episodes, dp_degree=dp_degree, tokens_per_microbatch=budget)
 
     async def add_ref_logprobs(self, episodes: list[Episode]) -> list[Episode]:
         """The episodes with the logprobs of their tokens under the frozen reference model."""
         assert self.reference is not None
         parallelism = self.config.reference.parallelism
-        grid = self.grid(episodes, parallelism)
+        grid = self.grid(episodes, parallelism.dp_degree)
         call = self.reference.actor.logprobs.call(grid)
         ranks = per_rank(await self.answer("the reference to compute logprobs", call))
         # Ranks that share each layer give the same answer; the first of them is enough.
@@ -265,8 +267,8 @@ class Controller(Configurable):
             console.print(f"changed since the run started: {change}", markup=False)
         start_monarch(self.folder.log_file("monarch"))
         try:
-            with console.status("starting trainer, generator and grader"):
-                starting = self.answer("trainer, generator and grader to start", self._spawn())
+            with console.status("starting the actors"):
+                starting = self.answer("the actors to start", self._spawn())
                 await unless(self.interrupted, starting)
             done = await self.answer("the trainer", self.trainer.actor.steps_done.call())
             self.steps_done = per_rank(done)[0]
@@ -279,9 +281,7 @@ class Controller(Configurable):
     async def _spawn(self) -> None:
         config, folder = self.config, self.folder
         model = str(config.model_folder)
-        generator_gpus = range(
-            config.trainer_gpus, config.trainer_gpus + config.generator.tensor_parallel_degree
-        )
+        trainer_gpus, generator_gpus, reference_gpus = config.gpus
         trainer = spawn_trainer(
             config.trainer,
             model=model,
@@ -290,7 +290,7 @@ class Controller(Configurable):
             keep=config.checkpoint.keep,
             seed=config.seed,
             resume=config.resume,
-            gpus=range(config.trainer_gpus),
+            gpus=trainer_gpus,
             log_file=folder.log_file("trainer"),
         )
         generator = spawn_generator(
@@ -305,13 +305,13 @@ class Controller(Configurable):
         )
         spawning = [trainer, generator, grader]
         if config.has_reference:
-            reference_gpus = range(generator_gpus.stop, config.gpus)
-            log_file = folder.log_file("reference")
-            spawning.append(
-                spawn_reference(
-                    config.reference, model=model, gpus=reference_gpus, log_file=log_file
-                )
+            reference = spawn_reference(
+                config.reference,
+                model=model,
+                gpus=reference_gpus,
+                log_file=folder.log_file("reference"),
             )
+            spawning.append(reference)
         self.trainer, self.generator, self.grader, *more = await together(
             *map(self._owned, spawning)
         )

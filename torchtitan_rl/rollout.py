@@ -58,7 +58,7 @@ class UntrainableSteps:
             return
         rewards = sorted({sample.reward for group in groups for sample in group.scored})
         raise RuntimeError(
-            f"{self.in_a_row} steps in a row had nothing to learn from: in every group all samples "
-            f"got the same reward (seen: {rewards[:5]}). Look at the prompts, the reward function "
-            "and generator.sampling.max_tokens"
+            f"{self.in_a_row} steps in a row had nothing to learn from: every advantage was 0 "
+            f"(rewards seen: {rewards[:5]}). Look at the prompts, the reward function and "
+            "generator.sampling.max_tokens"
         )

@@ -116,7 +116,8 @@ def check(config: Controller.Config) -> None:
     for notice in config.notices():
         console.print(f"note: {notice}", markup=False)
     if config.model or config.warm_start is None or config.model_folder.exists():
-        Controller(config).folder.changes(config.to_dict())
+        controller = Controller(config)
+        controller.folder.changes(controller.config.to_dict())
         return
     with tempfile.TemporaryDirectory() as temporary:
         # The model that the warm start will make has this shape.

@@ -1,8 +1,8 @@
 """A starting model by imitation: supervised steps of the same Trainer, on the same actors.
 
-A demonstration is an episode with advantage 1: the clipped loss at ratio 1 then has exactly the
-gradient of cross-entropy. It ends when greedy accuracy is middling, where reinforcement learning
-has something to reward and something left to learn.
+A demonstration is an episode with advantage 1: the loss -A·t then is cross-entropy. It ends when
+greedy accuracy is middling, where reinforcement learning has something to reward and something left
+to learn.
 """
 
 import fcntl
@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING
 
 from torchtitan.components.optimizer import LRSchedulersContainer
 
-from torchtitan_rl.actors.trainer import OptimizerConfig, Trainer
+from torchtitan_rl.actors.engine import SamplingConfig
+from torchtitan_rl.actors.trainer import OptimizerConfig
+from torchtitan_rl.algorithms.advantage import AdvantageConfig
 from torchtitan_rl.algorithms.objective import LossConfig
 from torchtitan_rl.models.tiny import TINY_QWEN3, write_tiny_model
 from torchtitan_rl.observability.console import StepProgress, console
@@ -96,16 +98,7 @@ async def ensure_starting_model(config: "Controller.Config", stop_signals) -> No
     console.print(f"making the starting model {folder.name} (kept for the next runs)")
     with work_folder(folder) as work:
         write_tiny_model(work / "random", seed=config.seed)
-        supervised = replace(
-            config,
-            model=str(work / "random"),
-            steps=config.warm_start.steps,
-            trainer=supervised_trainer(config),
-            output_dir=str(work),
-            run_name="run",
-            resume=(work / "run" / "config.json").exists(),
-        )
-        controller = Controller(supervised)
+        controller = Controller(supervised(config, work))
         with stop_signals(controller):
             async with controller:
                 try:
@@ -138,15 +131,30 @@ def work_folder(folder: Path) -> Iterator[Path]:
                 shutil.rmtree(work, ignore_errors=True)
 
 
-def supervised_trainer(config: "Controller.Config") -> Trainer.Config:
-    warm = config.warm_start
+def supervised(config: "Controller.Config", work: Path) -> "Controller.Config":
+    """The run as one of imitation. What it does with samples and advantages has no part in it."""
+    warm, sampling = config.warm_start, config.generator.sampling
     assert warm is not None
     return replace(
-        config.trainer,
-        loss=LossConfig(),
-        updates_per_step=1,
-        optimizer=OptimizerConfig(lr=warm.lr, betas=(0.9, 0.99)),
-        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=warm.warmup_steps),
+        config,
+        model=str(work / "random"),
+        steps=warm.steps,
+        prompts_per_step=1,
+        generator=replace(
+            config.generator,
+            sampling=SamplingConfig(max_tokens=sampling.max_tokens, stop=sampling.stop),
+        ),
+        advantage=AdvantageConfig(name="reward"),
+        trainer=replace(
+            config.trainer,
+            loss=LossConfig(name="reinforce"),
+            updates_per_step=1,
+            optimizer=OptimizerConfig(lr=warm.lr, betas=(0.9, 0.99)),
+            lr_scheduler=LRSchedulersContainer.Config(warmup_steps=warm.warmup_steps),
+        ),
+        output_dir=str(work),
+        run_name="run",
+        resume=(work / "run" / "config.json").exists(),
     )
 
 

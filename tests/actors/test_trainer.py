@@ -27,7 +27,7 @@ from torchtitan_rl.algorithms.policy_loss import LOSSES
 from torchtitan_rl.batching.grid import make_grid
 from torchtitan_rl.batching.reduction import weigh
 from torchtitan_rl.batching.schema import microbatch, present_fields
-from torchtitan_rl.models.mesh import TrainerParallelism
+from torchtitan_rl.models.mesh import Parallelism
 from torchtitan_rl.models.tiny import write_tiny_model
 from torchtitan_rl.observability.metrics import flatten, merge_metrics
 
@@ -54,7 +54,7 @@ def random_episodes(count: int, *, longest: int, seed: int = 0):
 async def start_trainer(model, folder, ranks, tensor_parallel=1, **kwargs):
     config = Trainer.Config(
         optimizer=OptimizerConfig(lr=1e-2),
-        parallelism=TrainerParallelism(
+        parallelism=Parallelism(
             data_parallel_shard_degree=ranks, tensor_parallel_degree=tensor_parallel
         ),
         threads=1,
@@ -66,11 +66,11 @@ async def start_trainer(model, folder, ranks, tensor_parallel=1, **kwargs):
 
 @pytest.fixture(scope="module")
 async def trainers(tiny_model, tmp_path_factory):
-    """One rank, two data-parallel ranks, two tensor-parallel ranks; started side by side."""
+    """One rank, two data-parallel ranks, two by two tensor-parallel ranks; started side by side."""
     spawned = await asyncio.gather(
         start_trainer(tiny_model, tmp_path_factory.mktemp("one"), ranks=1),
         start_trainer(tiny_model, tmp_path_factory.mktemp("two"), ranks=2),
-        start_trainer(tiny_model, tmp_path_factory.mktemp("tp"), ranks=1, tensor_parallel=2),
+        start_trainer(tiny_model, tmp_path_factory.mktemp("tp"), ranks=2, tensor_parallel=2),
     )
     yield [s.actor for s in spawned]
     await asyncio.gather(*(s.stop() for s in spawned))
@@ -116,7 +116,7 @@ async def test_any_split_and_any_sharding_give_the_same_gradient(
     whole = await gradients(trainer, episodes, dp_degree=1, budget=100_000)
     split = await gradients(trainer, episodes, dp_degree=1, budget=budget)
     sharded = await gradients(two_ranks, episodes, dp_degree=2, budget=budget)
-    sliced = await gradients(tensor_parallel, episodes, dp_degree=1, budget=budget)
+    sliced = await gradients(tensor_parallel, episodes, dp_degree=2, budget=budget)
     for other in (split, sharded, sliced):
         assert relative_difference(other, whole) < 1e-6
 
@@ -209,7 +209,7 @@ async def test_a_gradient_that_is_not_finite_changes_nothing(trainer):
 
 async def test_the_reference_stays_and_reads_back_in_order(trainer, tiny_model):
     """Its logprobs on two ranks are those the one-rank trainer starts with, episode by episode."""
-    config = Reference.Config(parallelism=TrainerParallelism(data_parallel_shard_degree=2))
+    config = Reference.Config(parallelism=Parallelism(data_parallel_shard_degree=2))
     reference = await spawn_reference(config, model=str(tiny_model))
     episodes = random_episodes(7, longest=30)
     grid = make_grid(episodes, dp_degree=2, tokens_per_microbatch=64)

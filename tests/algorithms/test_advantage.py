@@ -144,6 +144,10 @@ def last_is(group, *, value):
     return [0.0] * (len(group) - 1) + [value]
 
 
+def misspelt(group):
+    return [scored.rewards for scored in group]
+
+
 def forgot_to_return(group):
     return None
 
@@ -164,13 +168,19 @@ def test_a_function_of_ones_own_by_import_path_with_kwargs():
         ("last_is", {"value": "0.5"}, "returned '0.5' for completion 1"),
         ("last_is", {"value": None}, "returned None for completion 1"),
         ("forgot_to_return", {}, "returned None"),
+        ("misspelt", {}, "failed for group .*: AttributeError"),
     ],
 )
 def test_a_bad_result_names_the_function_the_group_and_the_value(function, kwargs, problem):
-    config = AdvantageConfig(name=f"{__name__}:{function}", kwargs=kwargs)
+    name = f"{__name__}:{function}"
+    with pytest.raises(ValueError, match=problem) as error:  # on trial, before any run
+        AdvantageConfig(name=name, kwargs=kwargs)
+    assert name in str(error.value)
+    config = AdvantageConfig()
+    config.name, config.kwargs = name, kwargs
     with pytest.raises(ValueError, match=problem) as error:
         group_advantages(config, group_of([1, 0]), "sums/train/7")
-    assert config.name in str(error.value)
+    assert name in str(error.value)
     assert "group sums/train/7" in str(error.value)
 
 

@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_rl.algorithms.correction import Bounds, CorrectionConfig, correction_weights
+from torchtitan_rl.algorithms.correction import CorrectionConfig, correction_weights
 from torchtitan_rl.observability.metrics import flatten
 
-OUTLIERS = {"sequence_outliers": Bounds(on=True, low=1e-4, high=100.0)}
-TOKENS = {"token_mask": Bounds(on=True, low=0.5, high=5.0)}
+OUTLIERS = {"sequence_outliers": "on"}
+TOKENS = {"token_mask": "on"}
 TOKEN_WEIGHT = {"importance_weight": "token"}
 SEQUENCE_WEIGHT = {"importance_weight": "sequence"}
 GEOMETRIC = {"sequence_mask": "geometric"}
@@ -36,9 +36,9 @@ def corrected(config, w, sequences):
         (OUTLIERS, [1.0, 200.0, 1.0], [0, 0, 1], [0, 0, 1]),
         (OUTLIERS, [1.0, 1.0, 5e-5, 1.0], [0, 1, 0, 1], [0, 1, 0, 1]),
         (OUTLIERS, [90.0, 2e-4], [0, 0], [1, 1]),
-        ({"sequence_outliers": Bounds(on=True, low=0.5, high=2)}, [3.0, 1.0], [0, 1], [0, 1]),
+        ({**OUTLIERS, "sequence_outliers_bounds": (0.5, 2)}, [3.0, 1.0], [0, 1], [0, 1]),
         (TOKENS, [0.4, 0.6, 4.9, 5.1], [0, 0, 0, 0], [0, 1, 1, 0]),
-        ({"token_mask": Bounds(on=True, low=0.9, high=1.1)}, [0.8, 1.0, 1.2], [0, 0, 0], [0, 1, 0]),
+        ({**TOKENS, "token_mask_bounds": (0.9, 1.1)}, [0.8, 1.0, 1.2], [0, 0, 0], [0, 1, 0]),
         (TOKEN_WEIGHT, [0.5, 1.0, 3.0], [0, 0, 0], [0.5, 1, 2]),
         ({**TOKEN_WEIGHT, "importance_cap": 1.5}, [0.5, 1.0, 3.0], [0, 0, 0], [0.5, 1, 1.5]),
         ({**TOKEN_WEIGHT, "importance_cap": 9.0}, [0.5, 1.0, 3.0], [0, 0, 0], [0.5, 1, 3]),
@@ -47,11 +47,11 @@ def corrected(config, w, sequences):
         # Means 1.00499, 1.01489 and 0.98489; two large steps that cancel are no mismatch.
         (GEOMETRIC, [1.01, 1.0, 1.03, 1.0, 0.97, 1.0], [0, 0, 1, 1, 2, 2], [1, 1, 0, 0, 0, 0]),
         (GEOMETRIC, [2.0, 0.5], [0, 0], [1, 1]),
-        ({**GEOMETRIC, "sequence_mask_high": 1.1}, [1.03, 0.97], [0, 1], [1, 0]),
-        ({**GEOMETRIC, "sequence_mask_low": 0.9}, [1.03, 0.97], [0, 1], [0, 1]),
+        ({**GEOMETRIC, "sequence_mask_bounds": (0.99, 1.1)}, [1.03, 0.97], [0, 1], [1, 0]),
+        ({**GEOMETRIC, "sequence_mask_bounds": (0.9, 1.01)}, [1.03, 0.97], [0, 1], [0, 1]),
         # Products 1.8, 2.25 and 0.42
         (PRODUCT, [1.5, 1.2, 1.5, 1.5, 0.6, 0.7], [0, 0, 1, 1, 2, 2], [1, 1, 0, 0, 0, 0]),
-        ({**PRODUCT, "sequence_mask_high": 3.0}, [1.5, 1.5, 0.4], [0, 0, 1], [1, 1, 0]),
+        ({**PRODUCT, "sequence_mask_bounds": (0.5, 3.0)}, [1.5, 1.5, 0.4], [0, 0, 1], [1, 1, 0]),
     ],
 )
 def test_each_step_alone(config, w, sequences, weights):
@@ -59,8 +59,9 @@ def test_each_step_alone(config, w, sequences, weights):
 
 
 EVERYTHING = {
-    "sequence_outliers": Bounds(on=True, low=1e-4, high=100.0),
-    "token_mask": Bounds(on=True, low=0.4, high=5.0),
+    "sequence_outliers": "on",
+    "token_mask": "on",
+    "token_mask_bounds": (0.4, 5.0),
     "importance_weight": "token",
     "sequence_mask": "geometric",
 }
@@ -113,16 +114,16 @@ def test_only_steps_that_are_on_report_what_they_did(config, metrics):
     assert corrected(config, [1.0, 300.0], [0, 1])[1].keys() == metrics
 
 
-ONE = {"on": True, "low": 1.0, "high": 2.0}, {"on": True, "low": 0.5, "high": 1.0}
+ONE_AT_AN_END = (1.0, 2.0), (0.5, 1.0)
 
 
 @pytest.mark.parametrize(
     "config",
     [
-        *({"sequence_outliers": Bounds(**bounds)} for bounds in ONE),
-        *({"token_mask": Bounds(**bounds)} for bounds in ONE),
-        *({**GEOMETRIC, f"sequence_mask_{end}": 1.0} for end in ("low", "high")),
-        *({**PRODUCT, f"sequence_mask_{end}": 1.0} for end in ("low", "high")),
+        *({**OUTLIERS, "sequence_outliers_bounds": bounds} for bounds in ONE_AT_AN_END),
+        *({**TOKENS, "token_mask_bounds": bounds} for bounds in ONE_AT_AN_END),
+        *({**GEOMETRIC, "sequence_mask_bounds": bounds} for bounds in ONE_AT_AN_END),
+        *({**PRODUCT, "sequence_mask_bounds": bounds} for bounds in ONE_AT_AN_END),
     ],
 )
 def test_the_ends_of_an_interval_belong_to_it(config):
@@ -198,7 +199,6 @@ def test_no_tokens_need_no_correction(config):
     ("config", "on"),
     [
         ({}, False),
-        ({"token_mask": Bounds(low=0.1, high=2.0), "importance_cap": 3.0}, False),
         (OUTLIERS, True),
         (TOKENS, True),
         (TOKEN_WEIGHT, True),
@@ -214,20 +214,26 @@ def test_everything_is_off_until_a_step_is_switched_on(config, on):
 @pytest.mark.parametrize(
     ("low", "high"), [(2.0, 1.0), (1.0, 1.0), (-0.1, 1.0), (math.nan, 1.0), (0.5, math.nan)]
 )
-def test_bounds_the_wrong_way_round_are_refused(low, high):
-    with pytest.raises(ValueError, match=f"0 <= low < high; got {low} and {high}"):
-        Bounds(low=low, high=high)
+@pytest.mark.parametrize("mask", ["sequence_outliers", "token_mask", "sequence_mask"])
+def test_bounds_the_wrong_way_round_are_refused(mask, low, high):
+    mode = "product" if mask == "sequence_mask" else "on"
+    with pytest.raises(ValueError, match=f"{mask}_bounds must be 0 <= low < high; got"):
+        CorrectionConfig(**{mask: mode, f"{mask}_bounds": (low, high)})
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"importance_cap": 0.0}, "importance_cap must be positive and finite; got 0.0"),
-        ({"importance_cap": -2.0}, "importance_cap must be positive and finite; got -2.0"),
-        ({"importance_cap": math.nan}, "importance_cap.*nan"),
-        ({"importance_cap": math.inf}, "importance_cap.*inf"),
-        ({**GEOMETRIC, "sequence_mask_low": 1.5}, "0 <= low < high; got 1.5 and 1.01"),
-        ({**PRODUCT, "sequence_mask_high": 0.4}, "0 <= low < high; got 0.5 and 0.4"),
+        ({**TOKEN_WEIGHT, "importance_cap": 0.0}, "must be positive and finite; got 0.0"),
+        ({**TOKEN_WEIGHT, "importance_cap": -2.0}, "must be positive and finite; got -2.0"),
+        ({**TOKEN_WEIGHT, "importance_cap": math.nan}, "importance_cap.*nan"),
+        ({**TOKEN_WEIGHT, "importance_cap": math.inf}, "importance_cap.*inf"),
+        (
+            {"importance_cap": 3.0},
+            "importance_cap has no effect while correction.importance",
+        ),
+        ({"token_mask_bounds": (0.1, 2.0)}, "token_mask_bounds has no effect while"),
+        ({"token_mask": "yes"}, "unknown correction.token_mask 'yes'.*Known: on, off"),
         ({"importance_weight": "tokens"}, "importance_weight.*'tokens'"),
         ({"sequence_mask": "mean"}, "sequence_mask.*'mean'"),
     ],

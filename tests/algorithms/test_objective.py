@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.algorithms.support import gradient, loss_inputs
-from torchtitan_rl.algorithms.correction import Bounds, CorrectionConfig
+from torchtitan_rl.algorithms.correction import CorrectionConfig
 from torchtitan_rl.algorithms.kl import ESTIMATORS, KLConfig
 from torchtitan_rl.algorithms.objective import LossConfig, mismatch, objective
 from torchtitan_rl.algorithms.policy_loss import LOSSES
@@ -85,7 +85,7 @@ def test_the_gradients_of_the_terms_add_up():
     ("config", "name", "g"),
     [
         # A correction that drops all tokens, and a trust region that does.
-        (CorrectionConfig(token_mask=Bounds(on=True, low=50, high=60)), "grpo", GENERATOR),
+        (CorrectionConfig(token_mask="on", token_mask_bounds=(50, 60)), "grpo", GENERATOR),
         (CorrectionConfig(), "dppo", [-9.0] * 4),
     ],
 )
@@ -102,9 +102,7 @@ def test_the_kl_takes_tokens_that_are_masked_elsewhere(config, name, g):
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_mask_takes_its_tokens_share_of_the_sum_and_nothing_else(name):
     # w of the last token is exp(2.9); that of the others lies within the bounds.
-    masked = LossConfig(
-        name=name, correction=CorrectionConfig(token_mask=Bounds(on=True, low=0.5, high=5.0))
-    )
+    masked = LossConfig(name=name, correction=CorrectionConfig(token_mask="on"))
     inputs, kept = tokens(), tokens(weights=[1.0, 0.5, 2.0, 0.0])
     output, expected = objective(masked, inputs), LOSSES[name](kept)
     assert output.loss_sum.item() == pytest.approx(expected.loss_sum.item())
@@ -145,8 +143,8 @@ EVERYTHING = {
     "rollout_kl": KLConfig(coef=0.1, estimator="k3"),
     "ref_kl": KLConfig(coef=0.1, estimator="k2"),
     "correction": CorrectionConfig(
-        sequence_outliers=Bounds(on=True, low=1e-4, high=100.0),
-        token_mask=Bounds(on=True, low=0.5, high=5.0),
+        sequence_outliers="on",
+        token_mask="on",
         importance_weight="token",
         sequence_mask="geometric",
     ),
@@ -203,14 +201,14 @@ def test_no_tokens_give_zero_with_a_gradient_and_no_metric_of_any_term(name):
 @pytest.mark.parametrize(
     ("config", "missing", "message"),
     [
-        ({"rollout_kl": KLConfig(coef=0.1)}, {"g": None}, "rollout_kl is on"),
-        ({"ref_kl": KLConfig(coef=0.1)}, {"ref": None}, "ref_kl is on"),
+        ({"rollout_kl": KLConfig(coef=0.1)}, {"g": None}, "rollout_kl needs logprobs"),
+        ({"ref_kl": KLConfig(coef=0.1)}, {"ref": None}, "ref_kl needs logprobs"),
         (
             {"correction": CorrectionConfig(importance_weight="token")},
             {"g": None},
-            "loss.correction needs generator logprobs",
+            "loss.correction needs logprobs",
         ),
-        ({"name": "dppo"}, {"g": None}, "dppo needs generator logprobs"),
+        ({"name": "dppo"}, {"g": None}, "dppo needs logprobs"),
     ],
 )
 def test_a_term_without_the_logprobs_it_needs_is_an_error(config, missing, message):
@@ -233,7 +231,7 @@ def test_each_term_has_its_metric():
         name="reinforce",
         rollout_kl=KLConfig(coef=0.3, estimator="abs"),
         ref_kl=KLConfig(coef=0.2, estimator="k1"),
-        correction=CorrectionConfig(token_mask=Bounds(on=True, low=0.5, high=5.0)),
+        correction=CorrectionConfig(token_mask="on"),
     )
     output = objective(config, tokens())
     metrics = flatten(output.metrics)

@@ -98,6 +98,13 @@ def test_resuming_refuses_to_change_what_the_run_computes(path, change, says):
     assert (path / "config.json").read_text() == before
 
 
+def test_resuming_refuses_arguments_the_loss_did_not_have(path):
+    RunFolder(path, resume=False).create({"trainer": {"loss": {"kwargs": {}}}})
+    changed = {"trainer": {"loss": {"kwargs": {"clip_low": 0.1}}}}
+    with pytest.raises(RunFolderError, match=r"trainer.loss.kwargs: \{\} → \{'clip_low': 0.1\}"):
+        RunFolder(path, resume=True).changes(changed)
+
+
 def test_a_tuple_in_the_config_is_no_change(path):
     with_tuple = {"trainer": {"betas": (0.9, 0.99)}}
     RunFolder(path, resume=False).create(with_tuple)

@@ -54,7 +54,7 @@ class SamplingConfig:
     def __post_init__(self) -> None:
         checks = {
             "n must be at least 1": self.n >= 1,
-            "temperature must be 0 (greedy) or more": self.temperature >= 0,
+            "temperature must be 0 (greedy) or more": 0 <= self.temperature < float("inf"),
             "top_p must be in (0, 1]": 0 < self.top_p <= 1,
             "top_k must be 0 (off) or more": self.top_k >= 0,
             "max_tokens must be at least 1": self.max_tokens >= 1,

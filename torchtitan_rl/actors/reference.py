@@ -7,7 +7,7 @@ from monarch.actor import Actor, endpoint
 from torchtitan.config import Configurable
 
 from torchtitan_rl.batching.grid import Grid
-from torchtitan_rl.models.mesh import TrainerParallelism
+from torchtitan_rl.models.mesh import Parallelism
 from torchtitan_rl.platform import Dtype
 
 
@@ -21,11 +21,15 @@ class Reference(Actor, Configurable):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
-        parallelism: TrainerParallelism = field(default_factory=TrainerParallelism)
+        parallelism: Parallelism = field(default_factory=Parallelism)
         dtype: Dtype = "auto"
         """`auto`: float32 on a CPU, bfloat16 on a GPU."""
         threads: int = 1
         """CPU threads per rank."""
+
+        def __post_init__(self) -> None:
+            if self.threads < 1:
+                raise ValueError(f"reference.threads must be at least 1; got {self.threads}")
 
     def __init__(self, config: Config, *, model: str) -> None:
         self.config = config

@@ -18,7 +18,7 @@ from torchtitan_rl.algorithms.objective import LossConfig, objective
 from torchtitan_rl.algorithms.policy_loss import LossInputs
 from torchtitan_rl.batching.grid import Grid
 from torchtitan_rl.batching.schema import Microbatch
-from torchtitan_rl.models.mesh import TrainerParallelism
+from torchtitan_rl.models.mesh import Parallelism
 from torchtitan_rl.observability.metrics import (
     Mean,
     Metrics,
@@ -40,7 +40,7 @@ class OptimizerConfig:
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.lr <= 0:
+        if not 0 < self.lr < float("inf"):
             raise ValueError(f"optimizer.lr must be positive; got {self.lr}")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optimizer.betas must lie in [0, 1); got {self.betas}")
@@ -79,7 +79,7 @@ class Trainer(Actor, Configurable):
         """Gradients are scaled down to this norm."""
         tokens_per_microbatch: int = 16384
         """Most tokens in one forward pass of one rank, padding included."""
-        parallelism: TrainerParallelism = field(default_factory=TrainerParallelism)
+        parallelism: Parallelism = field(default_factory=Parallelism)
         dtype: Dtype = "auto"
         """Of the computation; `auto`: float32 on a CPU, bfloat16 on a GPU. Weights stay float32."""
         activation_checkpoint: Literal["none", "full"] = "none"
@@ -94,7 +94,7 @@ class Trainer(Actor, Configurable):
                 raise ValueError("trainer.tokens_per_microbatch must be at least 1")
             if self.updates_per_step < 1:
                 raise ValueError("trainer.updates_per_step must be at least 1")
-            if self.max_grad_norm <= 0:
+            if not self.max_grad_norm > 0:
                 raise ValueError("trainer.max_grad_norm must be positive")
 
     def __init__(
@@ -165,10 +165,9 @@ class Trainer(Actor, Configurable):
         """One optimizer step on each grid, a part of the global batch; returns this rank's share of
         the metrics."""
         learning_rate = self.lr_schedulers.schedulers[0].get_last_lr()[0]
-        if len(grids) > 1:
-            # Later parts see other weights than the first; with one part, o is t itself.
-            for cell in (cell for grid in grids for cell in self._column(grid)):
-                cell["old_logprobs"] = self.rank.logprobs(cell)
+        # The first part sees the weights the step starts with: there, o is t itself.
+        for cell in (cell for grid in grids[1:] for cell in self._column(grid)):
+            cell["old_logprobs"] = self.rank.logprobs(cell)
         metrics = merge_metrics([self._update(grid) for grid in grids])
         self.lr_schedulers.step()
         self.state.policy_version += 1
@@ -227,8 +226,8 @@ class Trainer(Actor, Configurable):
             self.optimizers.zero_grad()
             raise FloatingPointError(
                 f"the gradient norm is {grad_norm.item()} at policy version "
-                f"{self.state.policy_version}; the weights were left as they were. Look at the "
-                "batch's advantages and logprobs, or lower trainer.optimizer.lr"
+                f"{self.state.policy_version}; this update changed no weight. Look at the batch's "
+                "advantages and logprobs, or lower trainer.optimizer.lr"
             )
         self.optimizers.step()
         self.optimizers.zero_grad()

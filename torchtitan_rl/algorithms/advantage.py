@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from torchtitan_rl.plugins import check_arguments, resolve
-from torchtitan_rl.types import ScoredCompletion
+from torchtitan_rl.types import Completion, ScoredCompletion
 
 AdvantageFn = Callable[..., list[float]]
 
@@ -109,6 +109,8 @@ class AdvantageConfig:
     def __post_init__(self) -> None:
         function = resolve(self.name, ADVANTAGES, what="advantage")
         check_arguments(self.name, function, self.kwargs, what="advantage")
+        if self.name not in ADVANTAGES:
+            group_advantages(self, _trial_group(), "on trial")
 
 
 def group_advantages(
@@ -126,7 +128,12 @@ def group_advantages(
         raise ValueError(f"group {group_id} is empty: a group has at least one completion")
     function = resolve(config.name, ADVANTAGES, what="advantage")
     rewarded = length_penalty(group) if config.length_penalty else group
-    advantages = function(rewarded, **config.kwargs)
+    try:
+        advantages = function(rewarded, **config.kwargs)
+    except Exception as error:
+        raise ValueError(
+            f"advantage function {config.name!r} failed for group {group_id}: {error!r}"
+        ) from error
     who = f"advantage function {config.name!r} returned"
     if not hasattr(advantages, "__len__"):
         raise ValueError(f"{who} {advantages!r} for group {group_id}; expected a list of numbers")
@@ -142,3 +149,21 @@ def group_advantages(
                 "must be a finite number"
             )
     return [float(value) for value in advantages]
+
+
+def _trial_group() -> list[ScoredCompletion]:
+    """Two completions, right and wrong: a function of the user's is tried on them, before a run."""
+
+    def scored(reward: float) -> ScoredCompletion:
+        completion = Completion(
+            policy_version=0,
+            prompt_idx=0,
+            prompt_token_ids=[0],
+            text="",
+            token_ids=[0],
+            token_logprobs=[-1.0],
+            finish_reason="stop",
+        )
+        return ScoredCompletion(completion, reward, correct=reward > 0)
+
+    return [scored(1.0), scored(0.0)]

@@ -67,8 +67,8 @@ def _pieces(tokens: int, weight: torch.Tensor, shard: VocabShard) -> Iterator[sl
         yield slice(start, start + size)
 
 
-def _logits(hidden: torch.Tensor, weight: torch.Tensor, heat: torch.Tensor) -> torch.Tensor:
-    return (hidden @ weight.T).float().div_(heat.unsqueeze(-1))
+def _logits(hidden: torch.Tensor, weight: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+    return (hidden @ weight.T).float().div_(temperatures.unsqueeze(-1))
 
 
 class _ChosenLogprobs(torch.autograd.Function):
@@ -82,7 +82,10 @@ class _ChosenLogprobs(torch.autograd.Function):
         shard: VocabShard,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = len(targets)
-        logprobs, entropies, log_totals = hidden.new_empty(3, tokens, dtype=torch.float32)
+        # Not views of one tensor: FSDP hangs its hooks on what a module returns.
+        logprobs, entropies, log_totals = (
+            hidden.new_empty(tokens, dtype=torch.float32) for _ in range(3)
+        )
         for piece in _pieces(tokens, weight, shard):
             logits = _logits(hidden[piece], weight, temperatures[piece])
             # From the largest logit down: differences of large numbers would cost digits.

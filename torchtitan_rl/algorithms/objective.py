@@ -9,11 +9,10 @@ from torchtitan_rl.algorithms.kl import ESTIMATORS, KLConfig
 from torchtitan_rl.algorithms.policy_loss import (
     LIMITS,
     LOSSES,
-    NEED_GENERATOR_LOGPROBS,
     RATIO_FREE,
     LossInputs,
     LossOutput,
-    generator_logprobs,
+    required,
 )
 from torchtitan_rl.algorithms.probe import check_loss, needs_generator_logprobs
 from torchtitan_rl.batching.reduction import REDUCTIONS
@@ -68,22 +67,22 @@ class LossConfig:
         for setting, on, name in (
             ("correction", self.correction.on, "generator_logprobs"),
             ("rollout_kl", self.rollout_kl.on, "generator_logprobs"),
-            (f"name {self.name}", self._reads_generator_logprobs, "generator_logprobs"),
+            (f"name {self.name}", needs_generator_logprobs(self.policy_loss), "generator_logprobs"),
             ("ref_kl", self.ref_kl.on, "ref_logprobs"),
         ):
             if on:
                 found[name] = f"trainer.loss.{setting}"
         return found
 
-    @property
-    def _reads_generator_logprobs(self) -> bool:
-        if self.name in LOSSES:
-            return self.name in NEED_GENERATOR_LOGPROBS
-        return needs_generator_logprobs(self.policy_loss)
-
     def notices(self) -> list[str]:
         """What the user should know about these choices."""
-        return self.rollout_kl.notices("loss.rollout_kl") + self.ref_kl.notices("loss.ref_kl")
+        notices = self.rollout_kl.notices("loss.rollout_kl") + self.ref_kl.notices("loss.ref_kl")
+        if self.name == "dppo" and self.correction.importance_weight != "off":
+            notices.append(
+                "loss.name dppo weighs by exp(t - g) already; correction.importance_weight does so "
+                "once more"
+            )
+        return notices
 
 
 def _check_limits(kwargs: dict[str, float | str]) -> None:
@@ -111,9 +110,7 @@ def objective(config: LossConfig, inputs: LossInputs) -> LossOutput:
         ("ref_kl", config.ref_kl, inputs.ref_logprobs),
     ):
         if kl.on:
-            if other is None:
-                raise ValueError(f"{name} is on, and these episodes have no logprobs for it")
-            values = ESTIMATORS[kl.estimator](inputs.logprobs - other)
+            values = ESTIMATORS[kl.estimator](inputs.logprobs - required(other, name))
             loss = loss + kl.coef * inputs.total(values)
             metrics[name] = Mean(values.sum().item(), tokens)
     if inputs.generator_logprobs is not None:
@@ -128,7 +125,7 @@ def _corrected(config: CorrectionConfig, inputs: LossInputs) -> tuple[LossInputs
     factors, metrics = correction_weights(
         config,
         inputs.old_logprobs,
-        generator_logprobs(inputs, "loss.correction"),
+        required(inputs.generator_logprobs, "loss.correction"),
         inputs.sequence_ids,
     )
     return replace(inputs, weights=inputs.weights * factors), metrics
@@ -137,7 +134,7 @@ def _corrected(config: CorrectionConfig, inputs: LossInputs) -> tuple[LossInputs
 def mismatch(inputs: LossInputs) -> Metrics:
     """How far trainer and generator are apart on the sampled tokens: |o - g|, which in a
     synchronous run is what the kernels disagree by, and the KL estimate r - log r - 1."""
-    generator = generator_logprobs(inputs, "mismatch")
+    generator = required(inputs.generator_logprobs, "mismatch")
     log_ratio = (inputs.logprobs.detach() - generator).clamp(-20.0, 20.0)
     return {
         "mismatch": Distribution.of((inputs.old_logprobs - generator).abs()),

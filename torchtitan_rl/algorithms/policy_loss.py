@@ -40,12 +40,6 @@ class LossInputs:
         """The weighted sum of a per-token loss: what a loss function returns as `loss_sum`."""
         return (per_token * self.weights).sum()
 
-    def sequence_mean(self, per_token: torch.Tensor) -> torch.Tensor:
-        """Each token gets the mean over the tokens of its sequence."""
-        return sequence_sums(per_token, self.sequence_ids) / sequence_sums(
-            torch.ones_like(per_token), self.sequence_ids
-        )
-
 
 def sequence_sums(per_token: torch.Tensor, sequence_ids: torch.Tensor) -> torch.Tensor:
     """Each token gets the sum over the tokens of its sequence.
@@ -58,6 +52,12 @@ def sequence_sums(per_token: torch.Tensor, sequence_ids: torch.Tensor) -> torch.
         return per_token
     sums = per_token.new_zeros(int(sequence_ids.max()) + 1)
     return sums.index_add(0, sequence_ids, per_token)[sequence_ids]
+
+
+def sequence_means(per_token: torch.Tensor, sequence_ids: torch.Tensor) -> torch.Tensor:
+    """Each token gets the mean over the tokens of its sequence."""
+    counts = sequence_sums(torch.ones_like(per_token), sequence_ids)
+    return sequence_sums(per_token, sequence_ids) / counts
 
 
 @dataclass(slots=True)
@@ -99,7 +99,7 @@ def gspo(inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2) -
     Every token of a sequence has the same ratio, and its own gradient.
     """
     t = inputs.logprobs
-    mean = inputs.sequence_mean(t.detach() - inputs.old_logprobs)
+    mean = sequence_means(t.detach() - inputs.old_logprobs, inputs.sequence_ids)
     return _clip(inputs, ratio_of(t - t.detach() + mean).clamp(max=10.0), clip_low, clip_high)
 
 
@@ -119,7 +119,8 @@ def dppo(inputs: LossInputs, *, delta_low: float = 0.2, delta_high: float = 0.2)
 
     A trust region in probabilities leaves unlikely tokens free to move and holds likely ones.
     """
-    t, g, advantages = inputs.logprobs, generator_logprobs(inputs, "dppo"), inputs.advantages
+    t, advantages = inputs.logprobs, inputs.advantages
+    g = required(inputs.generator_logprobs, "dppo")
     moved = (t.exp() - g.exp()).detach()
     high = (advantages > 0) & (moved > delta_high)
     low = (advantages <= 0) & (moved < -delta_low)
@@ -155,12 +156,11 @@ LOSSES: dict[str, LossFn] = {
 
 RATIO_FREE = frozenset({"reinforce"})
 """Losses without a ratio of probabilities."""
-NEED_GENERATOR_LOGPROBS = frozenset({"dppo"})
 
 LIMITS: dict[str, tuple[float, float]] = {
     "clip_low": (0.0, 1.0),
     "clip_high": (0.0, float("inf")),
-    "c": (1.0, float("inf")),
+    "c": (1.01, float("inf")),  # at 1 it would cap the gradient on-policy
     "delta_low": (0.0, 1.0),
     "delta_high": (0.0, 1.0),
     "tau_positive": (1e-6, 1e6),
@@ -169,11 +169,11 @@ LIMITS: dict[str, tuple[float, float]] = {
 """Least and largest value of each keyword argument of the losses above."""
 
 
-def generator_logprobs(inputs: LossInputs, who: str) -> torch.Tensor:
-    """g, which `who` needs."""
-    if inputs.generator_logprobs is None:
-        raise ValueError(f"{who} needs generator logprobs, and these episodes have none")
-    return inputs.generator_logprobs
+def required(logprobs: torch.Tensor | None, who: str) -> torch.Tensor:
+    """Logprobs that `who` needs; the driver has seen to it that they are there."""
+    if logprobs is None:
+        raise ValueError(f"{who} needs logprobs that these episodes do not have")
+    return logprobs
 
 
 def ratio_of(log_ratio: torch.Tensor) -> torch.Tensor:

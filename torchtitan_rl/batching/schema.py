@@ -1,4 +1,5 @@
-"""Every per-token field is declared here, once. Batching, padding and the all-padding cell follow.
+"""Every per-token field of an episode is declared here, once. Batching, padding and the
+all-padding cell follow.
 
 A field is read from an episode by its `of`; episodes may all lack an optional field, but not some
 of them. Adding a field means adding one line to `FIELDS`.

@@ -30,7 +30,7 @@ class TrainState(Stateful):
     step: int = 0
     """Controller steps finished."""
     policy_version: int = 0
-    """Optimizer steps taken: a step without a trainable episode takes none."""
+    """Batches trained on: a step without a trainable episode has none."""
 
     def state_dict(self) -> dict[str, Any]:
         return {

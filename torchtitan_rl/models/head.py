@@ -16,13 +16,13 @@ from torchtitan_rl.algorithms.logprobs import WHOLE_VOCABULARY, VocabShard, chos
 class Chosen:
     """Where in a microbatch to predict what."""
 
-    positions: torch.Tensor  # [rows, length] bool: predicts the token after it
+    predicts: torch.Tensor  # [rows, length] bool: whether a position predicts the next token
     targets: torch.Tensor  # [tokens]
     temperatures: torch.Tensor  # [tokens]
 
 
 class LogprobHead(Linear):
-    """Returns logprobs and entropies [tokens] at `chosen` positions; without `chosen`, logits.
+    """Returns logprobs and entropies [tokens] where `chosen` says; without `chosen`, logits.
 
     It is the model's own module, called once in its forward pass, so that FSDP gathers its weight
     and reduces its gradient once, and tensor parallelism never gathers a logit.
@@ -46,7 +46,7 @@ class LogprobHead(Linear):
         if isinstance(hidden, DTensor):
             hidden = hidden.to_local()
         return chosen_logprobs(
-            hidden[self.chosen.positions],
+            hidden[self.chosen.predicts],
             weight,
             self.chosen.targets,
             self.chosen.temperatures,

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(kw_only=True, slots=True)
-class TrainerParallelism:
+class Parallelism:
     """Degrees under torchtitan's names; their product is the number of trainer processes."""
 
     data_parallel_replicate_degree: int = 1
@@ -17,7 +17,7 @@ class TrainerParallelism:
     def __post_init__(self) -> None:
         for name in self.__slots__:
             if getattr(self, name) < 1:
-                raise ValueError(f"trainer.parallelism.{name} must be at least 1")
+                raise ValueError(f"parallelism.{name} must be at least 1")
 
     @property
     def dp_degree(self) -> int:

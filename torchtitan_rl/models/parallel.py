@@ -11,13 +11,13 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.protocols.model_spec import ModelSpec
 
-from torchtitan_rl.models.mesh import TrainerParallelism
+from torchtitan_rl.models.mesh import Parallelism
 from torchtitan_rl.platform import Dtype, adapt_parallelized_model, device_type, resolve_dtype
 
 
 def build_parallel_model(
     spec: ModelSpec,
-    parallelism: TrainerParallelism,
+    parallelism: Parallelism,
     *,
     dtype: Dtype,
     activation_checkpoint: Literal["none", "full"],

@@ -11,7 +11,7 @@ from torchtitan.distributed import utils as dist_utils
 
 from torchtitan_rl.batching.schema import Microbatch
 from torchtitan_rl.models.head import Chosen, LogprobHead
-from torchtitan_rl.models.mesh import TrainerParallelism
+from torchtitan_rl.models.mesh import Parallelism
 from torchtitan_rl.models.parallel import build_parallel_model
 from torchtitan_rl.models.spec import model_spec
 from torchtitan_rl.platform import Dtype, device_type
@@ -35,7 +35,7 @@ class ModelRank:
     def __init__(
         self,
         folder: str,
-        parallelism: TrainerParallelism,
+        parallelism: Parallelism,
         *,
         dtype: Dtype,
         seed: int,

@@ -8,7 +8,7 @@ from typing import Any
 FIXED = (
     *("seed:", "task.", "model:", "warm_start", "prompts_per_step:", "thinking:"),
     *("generator.sampling.", "advantage.", "trainer.loss.", "trainer.optimizer."),
-    "trainer.updates_per_step:",
+    *("trainer.updates_per_step:", "trainer.max_grad_norm:", "trainer.dtype:", "reference.dtype:"),
 )
 """Settings that decide what a run computes: a resumed run keeps them."""
 
@@ -84,7 +84,7 @@ class RunFolder:
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(value, dict):
+    if not isinstance(value, dict) or prefix.endswith(".kwargs"):
         return {prefix: value}
     flat: dict[str, Any] = {}
     for key, item in value.items():

@@ -88,11 +88,11 @@ def _visible_gpus() -> list[str]:
 
 
 def check_gpus(needed: int) -> None:
-    """On a CUDA machine, trainer and generator each need GPUs of their own."""
+    """On a CUDA machine, trainer, generator and reference each need GPUs of their own."""
     if device_type() == "cuda" and torch.cuda.device_count() < needed:
         raise ValueError(
-            f"the trainer's and generator's parallelism needs {needed} GPUs; this machine has "
-            f"{torch.cuda.device_count()}: lower trainer.parallelism or "
+            f"the actors' parallelism needs {needed} GPUs; this machine has "
+            f"{torch.cuda.device_count()}: lower trainer.parallelism, reference.parallelism or "
             "generator.tensor_parallel_degree, or run on the CPU (make train PLATFORM=cpu)"
         )
 

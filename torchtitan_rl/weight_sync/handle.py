@@ -38,7 +38,7 @@ class WeightHandle:
     """A published snapshot: small, picklable, and valid until its buffer is reused."""
 
     version: int
-    """Policy version of the weights: the number of optimizer steps behind them."""
+    """Policy version of the weights: the number of batches they were trained on."""
     transport: Transport
     location: Any
     """What the transport needs to find the bytes."""
