@@ -100,6 +100,7 @@ class _ChosenLogprobs(torch.autograd.Function):
             logprobs[piece] = chosen - total.log()
             entropies[piece] = total.log() - moment / total
             log_totals[piece] = top + total.log()
+            del logits, exps  # before the next piece is made, not after
         ctx.save_for_backward(hidden, weight, targets, temperatures, log_totals)
         ctx.shard = shard
         ctx.mark_non_differentiable(entropies)
@@ -121,6 +122,7 @@ class _ChosenLogprobs(torch.autograd.Function):
             grad_logits = grad_logits.to(weight.dtype)
             grad_hidden[piece] = grad_logits @ weight
             _add_product(grad_weight, grad_logits.T, hidden[piece])
+            del logits, probabilities, grad_logits
         grad_hidden = ctx.shard.sum(grad_hidden)
         return grad_hidden.to(hidden.dtype), grad_weight.to(weight.dtype), None, None, None
 
