@@ -16,7 +16,7 @@ from torchtitan_rl.warm_start import WarmStartConfig
 
 
 def grpo_sum_digits_tiny() -> Controller.Config:
-    """GRPO on sums of digits with a 0.6M-parameter model: the whole stack on a laptop CPU."""
+    """Sums of digits with a 0.6M-parameter model, GRPO's loss: the whole stack on a laptop CPU."""
     return Controller.Config(
         warm_start=WarmStartConfig(),
         task=SumDigits.Config(max_numbers=2),

@@ -25,6 +25,7 @@ def plugins(tmp_path, monkeypatch):
     [
         ("grop", ["grpo", "rloo"], "did you mean 'grpo'? Known: grpo, rloo"),
         ("xyz", ["grpo", "rloo"], "Known: grpo, rloo"),
+        ("gpro", ["gspo", "grpo"], "did you mean 'grpo'? Known: grpo, gspo"),
         ("xyz", ["b", "a", "c"], "Known: a, b, c"),
         ("xyz", [], "Known: none"),
     ],
@@ -42,6 +43,12 @@ def test_a_name_or_an_import_path_gives_the_function(name, function):
     found = resolve(name, BUILTINS, what="advantage")
     assert callable(found)
     assert function is None or found is function
+
+
+def test_only_a_modules_own_functions_are_offered(plugins):
+    plugins("plugin_two", "from math import sqrt\ndef double(x): return 2 * x")
+    with pytest.raises(ValueError, match=r"no function 'doubl'.*Known: double$"):
+        resolve("plugin_two:doubl", BUILTINS, what="advantage")
 
 
 def test_a_function_in_a_file_of_the_users_own(plugins):

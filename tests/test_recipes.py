@@ -81,6 +81,17 @@ def test_a_module_of_another_name_can_be_given(folder):
     assert load_module("my_recipes").answer == 42
 
 
+def test_a_module_can_be_given_as_a_file_and_import_its_neighbours(folder):
+    (folder / "mine").mkdir()
+    (folder / "mine" / "my_recipes.py").write_text("from elsewhere import answer")
+    (folder / "mine" / "elsewhere.py").write_text("answer = 43")
+    assert load_module("mine/my_recipes.py").answer == 43
+
+
+def test_a_folder_without_recipes_has_those_of_the_repository(folder):
+    assert "grpo_sum_digits_tiny" in find_recipes(load_module())
+
+
 def test_only_the_modules_own_public_recipes_are_listed(registry):
     assert list(find_recipes(registry)) == ["good", "quoted", "raises"]
 
@@ -121,8 +132,8 @@ def test_the_first_line_of_a_recipes_description_is_shown(registry):
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        ("config_registry", "no config_registry.py in .*--module package.module"),
-        ("my_recipes", "no my_recipes.py in "),
+        ("my_recipes", "no my_recipes.py in .*--module path/to/file.py or package.module"),
+        ("elsewhere/my_recipes.py", "elsewhere/my_recipes.py: there is no such file"),
         ("nowhere.at_all", "no module 'nowhere.at_all'"),
         ("torchtitan_rl.nothing", "cannot import recipes from 'torchtitan_rl.nothing'"),
     ],

@@ -6,10 +6,10 @@ Prompts and seeds derive from the step number alone, so a resumed run continues 
 
 import asyncio
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torchtitan.config import Configurable
 
@@ -29,7 +29,13 @@ from torchtitan_rl.batching.schema import validate
 from torchtitan_rl.config import RunConfig
 from torchtitan_rl.models.hf import check_parallelism, read_hf_config
 from torchtitan_rl.models.render import ChatRenderer
-from torchtitan_rl.observability.console import StepProgress, console, print_summary, step_line
+from torchtitan_rl.observability.console import (
+    StepProgress,
+    busy,
+    console,
+    print_summary,
+    step_line,
+)
 from torchtitan_rl.observability.metrics import flatten, merge_metrics
 from torchtitan_rl.observability.rollouts import rollout_metrics
 from torchtitan_rl.observability.run_folder import RunFolder
@@ -267,11 +273,13 @@ class Controller(Configurable):
             console.print(f"changed since the run started: {change}", markup=False)
         start_monarch(self.folder.log_file("monarch"))
         try:
-            with console.status("starting the actors"):
+            with busy("starting the actors"):
                 starting = self.answer("the actors to start", self._spawn())
                 await unless(self.interrupted, starting)
             done = await self.answer("the trainer", self.trainer.actor.steps_done.call())
             self.steps_done = per_rank(done)[0]
+            if self.config.resume:
+                console.print(f"resuming after {self.steps_done} steps", markup=False)
             await self.sync_weights()
         except BaseException:
             await self.__aexit__()
@@ -282,7 +290,8 @@ class Controller(Configurable):
         config, folder = self.config, self.folder
         model = str(config.model_folder)
         trainer_gpus, generator_gpus, reference_gpus = config.gpus
-        trainer = spawn_trainer(
+        trainer = self._owned(
+            spawn_trainer,
             config.trainer,
             model=model,
             steps=config.steps,
@@ -293,32 +302,38 @@ class Controller(Configurable):
             gpus=trainer_gpus,
             log_file=folder.log_file("trainer"),
         )
-        generator = spawn_generator(
+        generator = self._owned(
+            spawn_generator,
             config.generator,
             model=model,
             seed=config.seed,
             gpus=generator_gpus,
             log_file=folder.log_file("generator"),
         )
-        grader = spawn_grader(
-            config.grader, config.task, seed=config.seed, log_file=folder.log_file("grader")
+        grader = self._owned(
+            spawn_grader,
+            config.grader,
+            config.task,
+            seed=config.seed,
+            log_file=folder.log_file("grader"),
         )
         spawning = [trainer, generator, grader]
         if config.has_reference:
-            reference = spawn_reference(
+            reference = self._owned(
+                spawn_reference,
                 config.reference,
                 model=model,
                 gpus=reference_gpus,
                 log_file=folder.log_file("reference"),
             )
             spawning.append(reference)
-        self.trainer, self.generator, self.grader, *more = await together(
-            *map(self._owned, spawning)
-        )
+        self.trainer, self.generator, self.grader, *more = await together(*spawning)
         self.reference = more[0] if more else None
 
-    async def _owned(self, spawning: Awaitable[Spawned]) -> Spawned:
-        spawned = await spawning
+    async def _owned(
+        self, spawn: Callable[..., Awaitable[Spawned]], *args: Any, **kwargs: Any
+    ) -> Spawned:
+        spawned = await spawn(*args, **kwargs)
         self.spawned.append(spawned)
         return spawned
 

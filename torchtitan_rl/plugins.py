@@ -17,7 +17,9 @@ def nearest(name: str, known: Iterable[str]) -> str:
         "did you mean 'grpo'? Known: grpo, rloo"
     """
     known = sorted(known)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    # Of names as close as each other, that with the same letters: they were only swapped.
+    close.sort(key=lambda candidate: sorted(candidate) != sorted(name))
     hint = f"did you mean {close[0]!r}? " if close else ""
     return f"{hint}Known: {', '.join(known) or 'none'}"
 
@@ -29,7 +31,11 @@ def check_arguments(
     try:
         inspect.signature(function).bind(None, **kwargs)
     except TypeError as error:
-        raise ValueError(f"{what} {name!r} cannot take kwargs {dict(kwargs)}: {error}") from error
+        taken = list(inspect.signature(function).parameters)[1:]
+        raise ValueError(
+            f"{what} {name!r} cannot take kwargs {dict(kwargs)}: {error}; it takes "
+            f"{', '.join(taken) or 'none'}"
+        ) from error
 
 
 def resolve(name: str, builtins: Mapping[str, Function], *, what: str) -> Function:
@@ -48,7 +54,11 @@ def resolve(name: str, builtins: Mapping[str, Function], *, what: str) -> Functi
         raise ValueError(f"{what} {name!r}: cannot import {module_name!r}: {error!r}") from error
     function = getattr(module, attribute, None)
     if not callable(function):
-        functions = [n for n, value in vars(module).items() if callable(value)]
+        functions = [
+            n
+            for n, value in vars(module).items()
+            if callable(value) and getattr(value, "__module__", None) == module.__name__
+        ]
         raise ValueError(
             f"{what} {name!r}: {module_name!r} has no function {attribute!r}; "
             f"{nearest(attribute, functions)}"

@@ -1,6 +1,7 @@
 """Recipes: functions that return a Controller.Config, found by name in a `config_registry` module.
 
-The module is the `config_registry.py` of the working directory unless `--module` names another.
+The module is the `config_registry.py` of the working directory, else this repository's; `--module`
+names another, as a module or as a file.
 """
 
 import importlib
@@ -25,12 +26,21 @@ class RecipeError(ValueError):
 
 def load_module(name: str = DEFAULT_MODULE) -> ModuleType:
     """Import the module that holds the recipes; the working directory comes first."""
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
+    folder = Path.cwd()
+    if name.endswith(".py"):
+        file = Path(name).absolute()
+        if not file.is_file():
+            raise RecipeError(f"--module {name}: there is no such file")
+        folder, name = file.parent, file.stem
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    if name == DEFAULT_MODULE:
+        sys.path.append(str(Path(__file__).parents[1]))  # in a clone: this repository's recipes
     if importlib.util.find_spec(name.partition(".")[0]) is None:
         where = f"no {name}.py in {Path.cwd()}" if "." not in name else f"no module {name!r}"
         raise RecipeError(
-            f"{where}: run from a folder with a config_registry.py, or give --module package.module"
+            f"{where}: run from a folder with a config_registry.py, or give --module "
+            "path/to/file.py or package.module"
         )
     try:
         return importlib.import_module(name)

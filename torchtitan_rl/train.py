@@ -27,7 +27,8 @@ from torchtitan_rl import recipes
 from torchtitan_rl.actors.spawn import adopt_orphans, end_all_processes
 from torchtitan_rl.controller import Controller
 from torchtitan_rl.models.tiny import write_tiny_model
-from torchtitan_rl.observability.console import console, error_console
+from torchtitan_rl.observability.console import console, error_console, print_summary
+from torchtitan_rl.observability.run_folder import RunFolder
 from torchtitan_rl.waiting import Interrupted
 from torchtitan_rl.warm_start import ensure_starting_model
 
@@ -44,6 +45,8 @@ def main(argv: list[str] | None = None) -> int:
         if config is None:
             return 0
         check(config)
+        if finished(config):
+            return 0
     except ValueError as error:
         error_console.print(f"[bold red]error[/]: {escape(str(error))}")
         return 2
@@ -53,15 +56,11 @@ def main(argv: list[str] | None = None) -> int:
     adopt_orphans()
     try:
         asyncio.run(train(config))
-    except Interrupted:
+    except (Interrupted, KeyboardInterrupt, asyncio.CancelledError):
         console.print(f"stopped; {how_to_go_on(folder)}", markup=False)
         return 130
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        console.print(f"stopped at once; {how_to_go_on(folder)}", markup=False)
-        return 130
     except Exception as error:
-        kind = "" if isinstance(error, RuntimeError | ActorError) else f"{type(error).__name__}: "
-        error_console.print(f"[bold red]the run failed[/]: {kind}{escape(str(error))}")
+        error_console.print(f"[bold red]the run failed[/]: {escape(describe(error))}")
         if (folder / "logs").is_dir():
             (folder / "logs" / "controller.log").write_text(traceback.format_exc())
         error_console.print(f"logs: {folder}/logs; {how_to_go_on(folder)}", markup=False)
@@ -69,6 +68,13 @@ def main(argv: list[str] | None = None) -> int:
     finally:
         end_all_processes()
     return 0
+
+
+def describe(error: BaseException) -> str:
+    """What went wrong, in words. The traceback, of an actor's error the actor's, is in the logs."""
+    if isinstance(error, ActorError):
+        return describe(error.exception)
+    return str(error) if isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"
 
 
 def how_to_go_on(folder: Path) -> str:
@@ -115,14 +121,29 @@ def check(config: Controller.Config) -> None:
     """Everything that can be found wrong, or worth a word, before a process starts."""
     for notice in config.notices():
         console.print(f"note: {notice}", markup=False)
-    if config.model or config.warm_start is None or config.model_folder.exists():
-        controller = Controller(config)
-        controller.folder.changes(controller.config.to_dict())
-        return
     with tempfile.TemporaryDirectory() as temporary:
-        # The model that the warm start will make has this shape.
-        stand_in = write_tiny_model(Path(temporary) / "model", seed=0, weights=False)
-        Controller(replace(config, model=str(stand_in)))
+        trial = config
+        if not config.model and config.warm_start and not config.model_folder.exists():
+            # The model that the warm start will make has this shape.
+            stand_in = write_tiny_model(Path(temporary) / "model", seed=0, weights=False)
+            trial = replace(config, model=str(stand_in))
+        controller = Controller(trial)
+    controller.folder.changes(config.resolved().to_dict())
+
+
+def finished(config: Controller.Config) -> bool:
+    """Whether a run that is to be resumed has nothing left to do; says so."""
+    if not config.resume:
+        return False
+    folder = RunFolder(Path(config.output_dir) / config.run_name, resume=True)
+    done = folder.latest_checkpoint() or 0
+    if done < config.steps or not folder.model.exists():
+        return False
+    console.print(
+        f"{folder.relative} has done its {done} steps; --steps says how many", markup=False
+    )
+    print_summary(folder)
+    return True
 
 
 async def train(config: Controller.Config) -> None:

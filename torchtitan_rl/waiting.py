@@ -1,6 +1,7 @@
 """Waiting for actors: never forever, and never past the user's Ctrl-C."""
 
 import asyncio
+import inspect
 import time
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ class WorkerDiedError(RuntimeError):
 
 async def answer(what: str, reply: Awaitable[Answer], *, deadline_seconds: float) -> Answer:
     """Wait for an actor's reply; if none comes, say who was waited for and why it did not come."""
-    task = asyncio.ensure_future(_as_coroutine(reply))
+    task = _task(reply)
     try:
         # Not `wait_for`: a TimeoutError may also be what the actor answered.
         if (await asyncio.wait({task}, timeout=deadline_seconds))[0]:
@@ -38,10 +39,11 @@ async def answer(what: str, reply: Awaitable[Answer], *, deadline_seconds: float
 
 async def unless(stop: asyncio.Event, work: Awaitable[Answer]) -> Answer:
     """Await `work`, but drop it and raise Interrupted as soon as `stop` is set."""
-    task = asyncio.ensure_future(_as_coroutine(work))
+    task = _task(work)
     stopped = asyncio.ensure_future(stop.wait())
+    either: set[asyncio.Future] = {task, stopped}
     try:
-        await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise Interrupted
         return task.result()
@@ -51,7 +53,7 @@ async def unless(stop: asyncio.Event, work: Awaitable[Answer]) -> Answer:
 
 async def together(*work: Awaitable[Answer]) -> list[Answer]:
     """Await all; if one fails, cancel the others and let them clean up before the error goes on."""
-    tasks = [asyncio.ensure_future(_as_coroutine(w)) for w in work]
+    tasks = [_task(w) for w in work]
     try:
         return list(await asyncio.gather(*tasks))
     finally:
@@ -62,6 +64,14 @@ async def _cancel(*tasks: asyncio.Future) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _task(awaitable: Awaitable[Answer]) -> asyncio.Future[Answer]:
+    # A coroutine as it is: in a wrapper that is cancelled before it starts, it would never be
+    # awaited, and Python would say so.
+    if inspect.iscoroutine(awaitable):
+        return asyncio.ensure_future(awaitable)
+    return asyncio.ensure_future(_as_coroutine(awaitable))
 
 
 async def _as_coroutine(awaitable: Awaitable[Answer]) -> Answer:

@@ -56,6 +56,16 @@ def test_the_vocabulary_of_the_config_holds_every_token(tiny_model, tokenizer):
     assert config["eos_token_id"] == tokenizer.eos_token_id
 
 
+@pytest.mark.parametrize("thinking", [False, True])
+@pytest.mark.parametrize("roles", ["user", "system user", "system user assistant user"])
+def test_its_chat_template_says_what_the_renderer_does(tiny_model, tokenizer, thinking, roles):
+    messages = [{"role": role, "content": f"{i} {role}"} for i, role in enumerate(roles.split())]
+    ids = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, enable_thinking=thinking, return_dict=False
+    )
+    assert ids == ChatRenderer(tiny_model, thinking=thinking).prompt(messages)
+
+
 any_text = st.text(max_size=60)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -114,8 +115,31 @@ def test_a_run_writes_what_it_promises(finished):
     assert list((finished.folder / "tensorboard").glob("events*"))
 
 
+def test_every_number_is_explained(finished):
+    document = (ROOT / "docs" / "metrics.md").read_text()
+    names = [name for line in document.splitlines() for name in re.findall("`(.+?)`", line[:120])]
+    known = [re.sub("<[a-z]+>", "[^/]+", name).replace("/*", "/(mean|std|max)") for name in names]
+    keys = {key for row in finished.metrics() for key in row} - {"step"}
+    assert [key for key in keys if not any(re.fullmatch(k, key) for k in known)] == []
+
+
+def test_resuming_a_finished_run_says_so_and_starts_nothing(finished, tiny_model):
+    again = Run(tiny_model, finished.folder.parent, "--resume")
+    assert again.finish() == 0, again.output
+    assert "has done its 6 steps" in again.output
+    assert "starting the actors" not in again.output
+    assert "+" in again.output  # the table
+
+
 def test_a_run_tells_a_person_what_happened(finished):
-    for text in ("step    5  reward", "tok/s  generate", "held-out accuracy", "before", "after"):
+    for text in (
+        "starting the actors",
+        "step    5  reward",
+        "tok/s  generate",
+        "held-out accuracy",
+        "before",
+        "after",
+    ):
         assert text in finished.output
     assert "Traceback" not in finished.output
 

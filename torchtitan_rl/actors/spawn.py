@@ -25,12 +25,15 @@ from torchtitan_rl.actors.generator import VLLMGenerator
 from torchtitan_rl.actors.grader import Grader
 from torchtitan_rl.actors.reference import Reference
 from torchtitan_rl.actors.trainer import Trainer
+from torchtitan_rl.observability.console import console
 from torchtitan_rl.platform import worker_env
 from torchtitan_rl.platform.worker_main import LOG_VARIABLE
 from torchtitan_rl.tasks.task import Task
 
 STOP_SECONDS = 0.5
 """How long processes get to end by themselves."""
+START_SECONDS_VARIABLE = "HYPERACTOR_MESH_PROC_SPAWN_MAX_IDLE"
+"""How long Monarch waits for a new process to call back; see torchtitan_rl/__init__.py."""
 REAP_SECONDS = 2.0
 """How long a killed process may take to give its memory back."""
 
@@ -159,9 +162,7 @@ async def spawn(
     env = {**env, "PYTHONPATH": _python_path(), LOG_VARIABLE: log_file or ""}
     command = default_bootstrap_cmd().with_env(env)
     command.args = ["-m", "torchtitan_rl.platform.worker_main"]
-    procs = this_host().spawn_procs(
-        per_host={"gpus": processes}, name=name, bootstrap_command=command
-    )
+    procs = await _start_processes(name, processes, command)
     try:
         if distributed:
             await setup_torch_elastic_env_async(procs, "127.0.0.1", _free_port())
@@ -170,9 +171,34 @@ async def spawn(
         actor = procs.spawn(name, actor_class, *args, **kwargs)
         return Spawned(actor, procs, [psutil.Process(pid) for pid in pids])
     except BaseException:
-        with contextlib.suppress(Exception):
-            await asyncio.wait_for(procs.stop("spawning failed"), STOP_SECONDS)
+        await _give_up(procs)
         raise
+
+
+async def _give_up(procs: Any) -> None:
+    with contextlib.suppress(Exception):
+        await asyncio.wait_for(procs.stop("spawning failed"), STOP_SECONDS)
+
+
+async def _start_processes(name: str, processes: int, command: Any) -> Any:
+    """A mesh of new processes. On a busy machine one may not start in time: tried once more."""
+    for attempt in (1, 2):
+        procs = this_host().spawn_procs(
+            per_host={"gpus": processes}, name=name, bootstrap_command=command
+        )
+        try:
+            await procs.initialized
+            return procs
+        except ValueError as error:
+            reason = f"the {name}'s process did not start: {error}"
+        except BaseException:
+            await _give_up(procs)
+            raise
+        if attempt == 1:
+            console.print(f"{reason}; trying once more", markup=False)
+    raise TimeoutError(
+        f"{reason}. Is the machine very busy? Set {START_SECONDS_VARIABLE}=300s to wait longer"
+    )
 
 
 class ProcessIds(Actor):

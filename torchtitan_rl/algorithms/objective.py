@@ -28,7 +28,7 @@ class LossConfig:
     """grpo, dapo, dual_clip, gspo, cispo, dppo, sapo, reinforce, or `package.module:function` of
     your own."""
     kwargs: dict[str, float | str] = field(default_factory=dict)
-    """Keyword arguments of the function, such as clip_low and clip_high."""
+    """Keyword arguments of the function, as names and values: `clip_low 0.1 clip_high 0.3`."""
     reduction: str = "token_mean"
     """What weighs the same: token_mean: every token of the batch; sequence_mean: every completion;
     prompt_mean: every prompt; fixed_length: every token, over completions times max_tokens."""

@@ -3,8 +3,9 @@
 A loss that breaks on a rank breaks inside a collective, where the others wait for it.
 """
 
+import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 
@@ -16,15 +17,22 @@ def check_loss(name: str, loss: Callable[[LossInputs], LossOutput], *, has_refer
     who = f"loss {name!r}"
     for tokens in (3, 0):
         inputs = probe_inputs(tokens, has_reference=has_reference)
+        batch = f"on a trial batch of {tokens} tokens"
         try:
             output = loss(inputs)
         except Exception as error:
             hint = "" if has_reference else " (without trainer.loss.ref_kl, ref_logprobs is None)"
-            raise ValueError(f"{who} failed on {tokens} tokens{hint}: {error!r}") from error
+            raise ValueError(
+                f"{who} failed {batch}{hint}, {_place(error)}: {error!r}; its inputs have "
+                f"{', '.join(f.name for f in fields(LossInputs))}"
+            ) from error
         if not isinstance(output, LossOutput) or not isinstance(output.loss_sum, torch.Tensor):
             raise ValueError(f"{who} must return a LossOutput(loss_sum, metrics); got {output!r}")
         if output.loss_sum.shape != () or not output.loss_sum.isfinite():
-            raise ValueError(f"{who} must return a finite scalar loss_sum; got {output.loss_sum}")
+            hint = "" if tokens else " (a rank may have none: sum, with inputs.total, not mean)"
+            raise ValueError(
+                f"{who} must return a finite scalar loss_sum; got {output.loss_sum} {batch}{hint}"
+            )
         _check_gradient(who, output.loss_sum, inputs.logprobs)
         _check_metrics(who, output.metrics)
     inputs = probe_inputs(3, has_reference=has_reference)
@@ -33,6 +41,12 @@ def check_loss(name: str, loss: Callable[[LossInputs], LossOutput], *, has_refer
             f"{who} leaves out inputs.weights, so that reductions and corrections would have no "
             "effect: return LossOutput(inputs.total(loss_per_token))"
         )
+
+
+def _place(error: Exception) -> str:
+    """Where the user's code raised."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{frame.filename}:{frame.lineno}"
 
 
 def needs_generator_logprobs(loss: Callable[[LossInputs], LossOutput]) -> bool:

@@ -27,6 +27,14 @@ CHAT_TOKENS = (
     "</tool_response>",
 )
 
+CHAT_TEMPLATE = (
+    "{% set thought = '' if enable_thinking | default(true) else '<think>\n\n</think>\n\n' %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{{ thought if message.role == 'assistant' }}{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{{ thought }}{% endif %}"
+)
+"""What this library renders, for whoever loads the model with transformers or vLLM."""
+
 TINY_QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -87,6 +95,7 @@ def write_tiny_model(folder: str | Path, *, seed: int, weights: bool = True) -> 
                     "eos_token": "<|im_end|>",
                     "pad_token": "<|endoftext|>",
                     "model_max_length": config["max_position_embeddings"],
+                    "chat_template": CHAT_TEMPLATE,
                 },
                 indent=2,
             )

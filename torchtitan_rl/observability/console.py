@@ -1,6 +1,7 @@
 """What a person sees: a progress bar, one line a step, a table at the end."""
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Self
 
@@ -14,6 +15,14 @@ from torchtitan_rl.observability.sinks import read_metrics
 
 console = Console(highlight=False, soft_wrap=True)
 error_console = Console(highlight=False, soft_wrap=True, stderr=True)
+
+
+def busy(what: str) -> AbstractContextManager:
+    """While something takes seconds: a spinner in a terminal, else a line."""
+    if console.is_terminal:
+        return console.status(what)
+    console.print(f"{what} ...", markup=False)
+    return nullcontext()
 
 
 class StepProgress:
