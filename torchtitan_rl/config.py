@@ -103,10 +103,12 @@ class RunConfig(Configurable.Config):
                 "would be biased; use top_p = 1 and top_k = 0, or trainer.loss.name reinforce "
                 "without rollout_kl and correction"
             )
-        if self.trainer.tokens_per_microbatch < engine.max_model_len:
+        budget = self.trainer.tokens_per_microbatch
+        if budget < engine.max_model_len and self.trainer.overlong == "error":
             raise ValueError(
-                f"trainer.tokens_per_microbatch ({self.trainer.tokens_per_microbatch}) cannot "
-                f"hold one episode of generator.engine.max_model_len ({engine.max_model_len})"
+                f"trainer.tokens_per_microbatch ({budget}) cannot hold one episode of "
+                f"generator.engine.max_model_len ({engine.max_model_len}): raise it, or set "
+                "trainer.overlong to truncate or drop"
             )
         if self.trainer.updates_per_step > self.prompts_per_step:
             raise ValueError(

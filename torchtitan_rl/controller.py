@@ -23,9 +23,10 @@ from torchtitan_rl.actors.spawn import (
     spawn_trainer,
     start_monarch,
 )
-from torchtitan_rl.batching.grid import Grid, deal_groups, make_grid
+from torchtitan_rl.batching.grid import Grid, deal_groups, grid_metrics, make_grid
+from torchtitan_rl.batching.overlong import limit_length
 from torchtitan_rl.batching.reduction import weigh
-from torchtitan_rl.batching.schema import validate
+from torchtitan_rl.batching.validation import validate
 from torchtitan_rl.config import RunConfig
 from torchtitan_rl.models.hf import check_parallelism, read_hf_config
 from torchtitan_rl.models.render import ChatRenderer
@@ -76,6 +77,7 @@ class Controller(Configurable):
         ):
             check_parallelism(hf_config, tensor_parallel=degree, who=who)
         self.vocab_size: int = hf_config["vocab_size"]
+        self.hidden_size: int = hf_config["hidden_size"]
         self.needs = config.trainer.loss.needs()
         self.folder = RunFolder(Path(config.output_dir) / config.run_name, resume=config.resume)
         self.task: Task = config.task.build(seed=config.seed)
@@ -202,6 +204,9 @@ class Controller(Configurable):
         """Optimizer steps on these episodes: one, unless trainer.updates_per_step says more."""
         config = self.config.trainer
         validate(episodes, vocab_size=self.vocab_size, version=self.policy_version)
+        episodes, counts = limit_length(episodes, config.tokens_per_microbatch, config.overlong)
+        if not episodes:
+            return counts
         if self.reference:
             episodes = await unless(self.interrupted, self.add_ref_logprobs(episodes))
         validate(episodes, needs=self.needs)
@@ -213,12 +218,16 @@ class Controller(Configurable):
         call = self.trainer.actor.train_step.call(*grids)
         metrics = merge_metrics(per_rank(await self.answer("the trainer to train", call)))
         self.policy_version += 1
-        padding = sum(grid.padding_share for grid in grids) / len(grids)
-        return {**flatten(metrics), "train/updates": len(grids), "padding_share": padding}
+        return {**flatten(metrics), **counts, **grid_metrics(grids)}
 
     def grid(self, episodes: list[Episode], dp_degree: int) -> Grid:
-        budget = self.config.trainer.tokens_per_microbatch
-        return make_grid(episodes, dp_degree=dp_degree, tokens_per_microbatch=budget)
+        return make_grid(
+            episodes,
+            dp_degree=dp_degree,
+            tokens_per_microbatch=self.config.trainer.tokens_per_microbatch,
+            share_prompts=self.config.trainer.share_prompts,
+            hidden_size=self.hidden_size,
+        )
 
     async def add_ref_logprobs(self, episodes: list[Episode]) -> list[Episode]:
         """The episodes with the logprobs of their tokens under the frozen reference model."""
@@ -229,10 +238,7 @@ class Controller(Configurable):
         ranks = per_rank(await self.answer("the reference to compute logprobs", call))
         # Ranks that share each layer give the same answer; the first of them is enough.
         rows = grid.read_back(ranks[:: parallelism.tensor_parallel_degree])
-        return [
-            replace(e, ref_logprobs=row[len(e.prompt_token_ids) : e.length].tolist())
-            for e, row in zip(episodes, rows, strict=True)
-        ]
+        return [replace(e, ref_logprobs=r.tolist()) for e, r in zip(episodes, rows, strict=True)]
 
     async def sync_weights(self) -> None:
         """Send the trainer's weights to the generator: publish a snapshot, pull its handle."""

@@ -1,9 +1,33 @@
 """What passes from stage to stage of a step: Completion, ScoredCompletion, Episode."""
 
+import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 FinishReason = Literal["stop", "length", "abort"]
+Covers = Literal["tokens", "completion", "episode"]
+
+
+@dataclass(frozen=True, slots=True)
+class PerToken:
+    """Declares that a field of an Episode becomes a stream with a value for each token of a
+    microbatch. Slicing, packing, padding and the all-padding cell follow from this alone.
+
+    A field that may be None is optional: all episodes of a batch have it, or none.
+
+    Example:
+        prices: Annotated[list[float] | None, PerToken("prices", "float32", 0.0, "tokens")] = None
+    """
+
+    stream: str
+    """Its name in a microbatch."""
+    dtype: str
+    pad: int | float | bool | Literal["distinct"]
+    """The value where there is none: in padding, and in the prompt if it covers the completion.
+    `distinct`: 0, 1, 2, ... along the last axis."""
+    covers: Covers
+    """A value for each token of prompt and completion, for each of the completion, or one for all
+    tokens of the episode."""
 
 
 @dataclass(slots=True)
@@ -47,25 +71,30 @@ class Episode:
     """The flat sample the trainer consumes: a completion's tokens and what to learn from them.
 
     Flat and without inheritance, so an actor may attach metadata upstream that never gets here.
-    Per-token lists are aligned with `prompt_token_ids + token_ids` unless said otherwise.
     """
 
     policy_version: int
     prompt_token_ids: list[int]
     token_ids: list[int]
-    token_logprobs: list[float] | None
+    token_logprobs: Annotated[
+        # NaN, so that reading a token that nobody sampled is seen, never averaged in.
+        list[float] | None,
+        PerToken("generator_logprobs", "float32", math.nan, "completion"),
+    ]
     """Generator logprobs of `token_ids`; None for demonstrations, which nobody sampled."""
     reward: float
-    advantage: float
+    advantage: Annotated[float, PerToken("advantages", "float32", 0.0, "episode")]
     task: str
     group_id: str
-    temperature: float = 1.0
-    weight: float = 1.0
+    temperature: Annotated[float, PerToken("temperatures", "float32", 1.0, "episode")] = 1.0
+    weight: Annotated[float, PerToken("weights", "float32", 0.0, "episode")] = 1.0
     """Multiplies its loss; set by the reduction."""
-    ref_logprobs: list[float] | None = None
+    ref_logprobs: Annotated[
+        list[float] | None, PerToken("ref_logprobs", "float32", math.nan, "completion")
+    ] = None
     """Logprobs of `token_ids` under the frozen reference model, when there is one."""
     loss_mask: list[bool] | None = None
-    """Which tokens train; None means all of `token_ids` and none of the prompt."""
+    """Which tokens of prompt and completion train; None: all of `token_ids`, none of the prompt."""
 
     @property
     def length(self) -> int:

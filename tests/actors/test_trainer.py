@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -25,8 +26,8 @@ from torchtitan_rl.algorithms.kl import KLConfig
 from torchtitan_rl.algorithms.objective import LossConfig
 from torchtitan_rl.algorithms.policy_loss import LOSSES
 from torchtitan_rl.batching.grid import make_grid
+from torchtitan_rl.batching.microbatch import single
 from torchtitan_rl.batching.reduction import weigh
-from torchtitan_rl.batching.schema import microbatch, present_fields
 from torchtitan_rl.models.mesh import Parallelism
 from torchtitan_rl.models.tiny import write_tiny_model
 from torchtitan_rl.observability.metrics import flatten, merge_metrics
@@ -91,8 +92,10 @@ def tensor_parallel(trainers):
     return trainers[2]
 
 
-async def gradients(trainer, episodes, *, dp_degree, budget, loss=None):
-    grid = make_grid(episodes, dp_degree=dp_degree, tokens_per_microbatch=budget)
+async def gradients(trainer, episodes, *, dp_degree, budget, loss=None, share=False):
+    grid = make_grid(
+        episodes, dp_degree=dp_degree, tokens_per_microbatch=budget, share_prompts=share
+    )
     return per_rank(await trainer.gradients.call(grid, loss=loss))[0]
 
 
@@ -119,6 +122,23 @@ async def test_any_split_and_any_sharding_give_the_same_gradient(
     sliced = await gradients(tensor_parallel, episodes, dp_degree=2, budget=budget)
     for other in (split, sharded, sliced):
         assert relative_difference(other, whole) < 1e-6
+
+
+@pytest.mark.parametrize("budget", [150, 4096])
+async def test_sharing_prompts_changes_nothing_but_the_work(
+    trainer, two_ranks, tensor_parallel, budget
+):
+    rng = random.Random(5)
+    episodes = [
+        replace(e, prompt_token_ids=prompt, group_id=str(group))
+        for group in range(4)
+        for prompt in [[rng.randrange(250) for _ in range(rng.randint(1, 60))]]
+        for e in random_episodes(5, longest=30, seed=group)
+    ]
+    alone = await gradients(trainer, episodes, dp_degree=1, budget=100_000)
+    for actor, ranks in ((trainer, 1), (two_ranks, 2), (tensor_parallel, 2)):
+        shared = await gradients(actor, episodes, dp_degree=ranks, budget=budget, share=True)
+        assert relative_difference(shared, alone) < 1e-6
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -197,12 +217,12 @@ async def test_an_export_is_what_transformers_loads(two_ranks, tmp_path, tiny_mo
 async def test_a_gradient_that_is_not_finite_changes_nothing(trainer):
     bad = [episode(advantage=float("inf"))]
     grid = make_grid(bad, dp_degree=1, tokens_per_microbatch=64)
-    cell = microbatch([episode()], present_fields([episode()]))
+    cell = single(episode())
     before = per_rank(await trainer.logprobs.call(cell))[0]
     with pytest.raises(ActorError, match="gradient norm is nan"):
         await trainer.train_step.call(grid)
     after = per_rank(await trainer.logprobs.call(cell))[0]
-    assert torch.equal(before[:, 3:], after[:, 3:])
+    assert torch.equal(before[3:], after[3:])
     fine = await gradients(trainer, random_episodes(2, longest=5), dp_degree=1, budget=64)
     assert all(torch.isfinite(g).all() for g in fine.values())
 
@@ -213,12 +233,12 @@ async def test_the_reference_stays_and_reads_back_in_order(trainer, tiny_model):
     reference = await spawn_reference(config, model=str(tiny_model))
     episodes = random_episodes(7, longest=30)
     grid = make_grid(episodes, dp_degree=2, tokens_per_microbatch=64)
-    rows = grid.read_back(per_rank(await reference.actor.logprobs.call(grid)))
-    for e, row in zip(episodes, rows, strict=True):
-        alone = per_rank(await trainer.logprobs.call(microbatch([e], present_fields([e]))))[0][0]
-        assert torch.isnan(row[: len(e.prompt_token_ids)]).all()
-        new = slice(len(e.prompt_token_ids), e.length)
-        torch.testing.assert_close(row[new], alone[new], rtol=0, atol=1e-5)
+    completions = grid.read_back(per_rank(await reference.actor.logprobs.call(grid)))
+    for e, logprobs in zip(episodes, completions, strict=True):
+        alone = per_rank(await trainer.logprobs.call(single(e)))[0]
+        assert torch.isnan(alone[: len(e.prompt_token_ids)]).all()
+        new = alone[len(e.prompt_token_ids) :]
+        torch.testing.assert_close(logprobs, new, rtol=0, atol=1e-5)
     await reference.stop()
 
 
@@ -273,11 +293,9 @@ async def test_swapped_weights_serve_the_trainers_policy(two_ranks, tmp_path):
                 token_logprobs=c.token_logprobs,
                 temperature=0.8,
             )
-            trained = per_rank(await two_ranks.logprobs.call(microbatch([e], present_fields([e]))))[
-                0
-            ]
+            trained = per_rank(await two_ranks.logprobs.call(single(e)))[0]
             theirs = torch.tensor(c.token_logprobs)
-            assert (trained[0, -len(theirs) :] - theirs).abs().max() <= 1e-4
+            assert (trained[-len(theirs) :] - theirs).abs().max() <= 1e-4
         seen.append([c.token_logprobs for c in completions])
         await two_ranks.train_step.call(grid)
     assert seen[0] != seen[1] != seen[2]

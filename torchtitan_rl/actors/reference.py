@@ -50,5 +50,5 @@ class Reference(Actor, Configurable):
 
     @endpoint
     async def logprobs(self, grid: Grid) -> list[torch.Tensor]:
-        """For each cell of this rank's column: [rows, length] logprobs of the tokens that train."""
+        """For each cell of this rank's column: [tokens] logprobs of the tokens that train."""
         return [self.rank.logprobs(row[self.rank.dp_rank]) for row in grid.cells]

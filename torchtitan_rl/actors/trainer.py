@@ -17,7 +17,8 @@ from torchtitan.config import Configurable
 from torchtitan_rl.algorithms.objective import LossConfig, objective
 from torchtitan_rl.algorithms.policy_loss import LossInputs
 from torchtitan_rl.batching.grid import Grid
-from torchtitan_rl.batching.schema import Microbatch
+from torchtitan_rl.batching.microbatch import Microbatch
+from torchtitan_rl.batching.overlong import Overlong
 from torchtitan_rl.models.mesh import Parallelism
 from torchtitan_rl.observability.metrics import (
     Mean,
@@ -78,7 +79,11 @@ class Trainer(Actor, Configurable):
         max_grad_norm: float = 1.0
         """Gradients are scaled down to this norm."""
         tokens_per_microbatch: int = 16384
-        """Most tokens in one forward pass of one rank, padding included."""
+        """Most tokens in one forward pass of one rank."""
+        overlong: Overlong = "error"
+        """Episodes of more tokens than that: refuse, cut the completion's end off, or leave out."""
+        share_prompts: bool = False
+        """Compute a prompt once for all its samples in a microbatch; on a CPU only, as yet."""
         parallelism: Parallelism = field(default_factory=Parallelism)
         dtype: Dtype = "auto"
         """Of the computation; `auto`: float32 on a CPU, bfloat16 on a GPU. Weights stay float32."""
@@ -96,6 +101,8 @@ class Trainer(Actor, Configurable):
                 raise ValueError("trainer.updates_per_step must be at least 1")
             if not self.max_grad_norm > 0:
                 raise ValueError("trainer.max_grad_norm must be positive")
+            if self.share_prompts and device_type() != "cpu":
+                raise ValueError("trainer.share_prompts needs a CPU, as yet: switch it off")
 
     def __init__(
         self,
@@ -167,7 +174,7 @@ class Trainer(Actor, Configurable):
         learning_rate = self.lr_schedulers.schedulers[0].get_last_lr()[0]
         # The first part sees the weights the step starts with: there, o is t itself.
         for cell in (cell for grid in grids[1:] for cell in self._column(grid)):
-            cell["old_logprobs"] = self.rank.logprobs(cell)
+            cell.streams["old_logprobs"] = self.rank.logprobs(cell)
         metrics = merge_metrics([self._update(grid) for grid in grids])
         self.lr_schedulers.step()
         self.state.policy_version += 1
@@ -186,7 +193,7 @@ class Trainer(Actor, Configurable):
 
     @endpoint
     async def logprobs(self, cell: Microbatch) -> torch.Tensor:
-        """[rows, length] logprobs of the tokens that train under the current weights, else NaN."""
+        """[tokens] logprobs of the tokens that train under the current weights, else NaN."""
         return self.rank.logprobs(cell)
 
     @endpoint

@@ -1,11 +1,14 @@
 """From episodes to the grid of microbatches that the ranks run, made on the driver."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from torchtitan_rl.batching.schema import Microbatch, describe, microbatch, present_fields
+from torchtitan_rl.batching.documents import Document
+from torchtitan_rl.batching.microbatch import Microbatch, Piece, microbatch
+from torchtitan_rl.batching.packing import pack
+from torchtitan_rl.batching.schema import describe, present_fields
 from torchtitan_rl.types import Episode
 
 
@@ -14,74 +17,163 @@ class Grid:
     """`cells[i][r]` is microbatch i of data-parallel rank r; every rank runs the same number."""
 
     cells: list[list[Microbatch]]
-    origins: list[list[list[int]]]
-    """`origins[i][r]`: the episodes, by index, that are the rows of that microbatch."""
+    places: list["Place"]
+    """For each episode, where its completion is."""
     loss_tokens: int
     """Tokens that train in all cells together: what the loss is divided by on every rank."""
-    real_tokens: int
-    """Tokens of episodes in all cells, padding left out."""
+    episode_tokens: int
+    """Tokens of all episodes."""
 
     def read_back(self, columns: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-        """From what each data-parallel rank returned for its column of cells, [rows, length] each,
-        to one row per episode, in the episodes' order; a row may end in padding."""
-        found = {
-            origin: values[row]
-            for rank, column in enumerate(columns)
-            for cell, values in enumerate(column)
-            for row, origin in enumerate(self.origins[cell][rank])
-        }
-        return [found[index] for index in range(len(found))]
+        """From what each data-parallel rank returned for its column of cells, [tokens] each, to the
+        values of each episode's completion, in the episodes' order."""
+        return [columns[place.rank][place.cell][place.start : place.stop] for place in self.places]
 
     @property
-    def padding_share(self) -> float:
-        total = sum(cell["tokens"].numel() for row in self.cells for cell in row)
-        return 1 - self.real_tokens / total
+    def tokens(self) -> int:
+        """Tokens that the ranks compute, padding included."""
+        return sum(cell.tokens for row in self.cells for cell in row)
+
+    @property
+    def padding_tokens(self) -> int:
+        return sum(cell.tokens for row in self.cells for cell in row if not cell.real)
 
 
-def make_grid(episodes: Sequence[Episode], *, dp_degree: int, tokens_per_microbatch: int) -> Grid:
-    """Deal the episodes, longest first, to the ranks in turn, and cut each hand into microbatches
-    of at most `tokens_per_microbatch` cells, padding included.
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Tokens `start` to `stop` of a cell."""
 
-    Episodes of like length share a microbatch, so little is padding. A rank with fewer microbatches
-    than the others gets an all-padding one: no count has to be agreed on while training.
+    cell: int
+    rank: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """A document and the episodes in it, by index; more than one share their prompt."""
+
+    document: Document
+    members: list[int]
+
+    def pieces(self, episodes: Sequence[Episode]) -> Iterator[tuple[int | None, Piece]]:
+        """Its tokens, and whose completion is in them."""
+        first, prompt = episodes[self.members[0]], 0
+        if self.document.branches:
+            prompt = self.document.trunk
+            yield None, Piece(first, 0, prompt)
+        for index in self.members:
+            yield index, Piece(episodes[index], prompt, episodes[index].length)
+
+
+def make_grid(
+    episodes: Sequence[Episode],
+    *,
+    dp_degree: int,
+    tokens_per_microbatch: int,
+    share_prompts: bool = False,
+    hidden_size: int = 1024,
+) -> Grid:
+    """Pack the episodes into rows of at most `tokens_per_microbatch` tokens and deal these to the
+    ranks by cost.
+
+    With `share_prompts`, samples of one prompt lie in a row behind a single copy of it. A rank with
+    fewer rows than the others gets a token of padding: no count has to be agreed on while training.
+    `hidden_size` of the model says from which length on attention outweighs the rest.
     """
     if not episodes:
         raise ValueError("there are no episodes to train on")
+    _check_lengths(episodes, tokens_per_microbatch)
+    bundles = [Bundle(Document(e.length), [i]) for i, e in enumerate(episodes)]
+    if share_prompts:
+        # A group is cut where it is more than a rank's share, so that no rank has all the work.
+        fair = -(-sum(e.length for e in episodes) // dp_degree)
+        bundles = list(_by_prompt(episodes, largest=min(tokens_per_microbatch, fair)))
+    documents = [b.document for b in bundles]
+    dealt = pack(
+        [d.tokens for d in documents],
+        # Forward, a token costs 24 h² operations in a layer, and each token that it sees 4 h.
+        [d.tokens + d.visible / (6 * hidden_size) for d in documents],
+        budget=tokens_per_microbatch,
+        ranks=dp_degree,
+    )
+    return _lay_out(episodes, [[[bundles[i] for i in cell] for cell in row] for row in dealt])
+
+
+def _check_lengths(episodes: Sequence[Episode], tokens_per_microbatch: int) -> None:
+    for episode in episodes:
+        if episode.length > tokens_per_microbatch:
+            raise ValueError(
+                f"{describe(episode)} has {episode.length} tokens; tokens_per_microbatch is "
+                f"{tokens_per_microbatch}: raise it"
+            )
+
+
+def _by_prompt(episodes: Sequence[Episode], *, largest: int) -> Iterator[Bundle]:
+    """Samples that have their prompt in common, in bundles of at most `largest` tokens if more
+    than one is in it."""
+    groups: dict[object, list[int]] = {}
+    for index, episode in enumerate(episodes):
+        prompt = tuple(episode.prompt_token_ids)
+        trains = any((episode.loss_mask or ())[: len(prompt)])
+        own = trains or not episode.token_ids
+        groups.setdefault(index if own else (episode.group_id, prompt), []).append(index)
+    for members in groups.values():
+        bundle: list[int] = []
+        size = prompt_length = len(episodes[members[0]].prompt_token_ids)
+        for index in members:
+            more = len(episodes[index].token_ids)
+            if bundle and size + more > largest:
+                yield _bundle(episodes, bundle)
+                bundle, size = [], prompt_length
+            bundle.append(index)
+            size += more
+        yield _bundle(episodes, bundle)
+
+
+def _bundle(episodes: Sequence[Episode], members: list[int]) -> Bundle:
+    first = episodes[members[0]]
+    if len(members) == 1:
+        return Bundle(Document(first.length), members)
+    completions = tuple(len(episodes[i].token_ids) for i in members)
+    return Bundle(Document(len(first.prompt_token_ids), completions), members)
+
+
+def _lay_out(episodes: Sequence[Episode], dealt: list[list[list[Bundle]]]) -> Grid:
     fields = present_fields(episodes)
-    by_length = sorted(range(len(episodes)), key=lambda i: -episodes[i].length)
-    hands = [
-        _cut(episodes, by_length[rank::dp_degree], tokens_per_microbatch)
-        for rank in range(dp_degree)
-    ]
-    rows = max(len(hand) for hand in hands)
-    origins = [[hand[row] if row < len(hand) else [] for hand in hands] for row in range(rows)]
-    cells = [[microbatch([episodes[i] for i in cell], fields) for cell in row] for row in origins]
+    places: dict[int, Place] = {}
+    cells: list[list[Microbatch]] = []
+    for number, row in enumerate(dealt):
+        cells.append([])
+        for rank, bundles in enumerate(row):
+            pieces: list[Piece] = []
+            stop = 0
+            for bundle in bundles:
+                for index, piece in bundle.pieces(episodes):
+                    pieces.append(piece)
+                    stop += piece.stop - piece.start
+                    if index is not None:
+                        start = stop - len(episodes[index].token_ids)
+                        places[index] = Place(number, rank, start, stop)
+            cells[-1].append(microbatch([b.document for b in bundles], pieces, fields))
     return Grid(
         cells=cells,
-        origins=origins,
-        loss_tokens=sum(int(cell["loss_mask"].sum()) for row in cells for cell in row),
-        real_tokens=sum(e.length for e in episodes),
+        places=[places[index] for index in range(len(episodes))],
+        loss_tokens=sum(int(cell.streams["loss_mask"].sum()) for row in cells for cell in row),
+        episode_tokens=sum(e.length for e in episodes),
     )
 
 
-def _cut(
-    episodes: Sequence[Episode], hand: Sequence[int], tokens_per_microbatch: int
-) -> list[list[int]]:
-    """Cut a hand of episodes, by index and longest first, into microbatches within the budget."""
-    cells: list[list[int]] = []
-    for index in hand:
-        length = episodes[index].length
-        if length > tokens_per_microbatch:
-            raise ValueError(
-                f"{describe(episodes[index])} has {length} tokens; "
-                f"tokens_per_microbatch is {tokens_per_microbatch}: raise it"
-            )
-        # The first is the longest, so it sets the width of the rows.
-        if cells and (len(cells[-1]) + 1) * episodes[cells[-1][0]].length <= tokens_per_microbatch:
-            cells[-1].append(index)
-        else:
-            cells.append([index])
-    return cells
+def grid_metrics(grids: Sequence[Grid]) -> dict[str, float]:
+    """What the layout of a step's batch was like."""
+    tokens, padding = sum(g.tokens for g in grids), sum(g.padding_tokens for g in grids)
+    episodes = sum(g.episode_tokens for g in grids)
+    return {
+        "train/updates": len(grids),
+        "train/tokens": tokens - padding,
+        "padding_share": padding / tokens,
+        "shared_share": 1 - (tokens - padding) / episodes,
+    }
 
 
 def deal_groups(episodes: Sequence[Episode], parts: int) -> list[list[Episode]]:

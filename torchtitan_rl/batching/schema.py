@@ -1,34 +1,42 @@
-"""Every per-token field of an episode is declared here, once. Batching, padding and the
-all-padding cell follow.
+"""Every per-token stream of a microbatch.
 
-A field is read from an episode by its `of`; episodes may all lack an optional field, but not some
-of them. Adding a field means adding one line to `FIELDS`.
+Streams are declared where their values are: on the fields of `Episode`, by `PerToken`. `FIELDS` is
+read off them, and everything else follows from `FIELDS`; nobody lists fields by hand.
 """
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain
+import typing
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import Any
 
-import torch
+import numpy as np
 
-from torchtitan_rl.types import Episode
-
-Stream = Sequence[int] | Sequence[float] | Sequence[bool]
-Microbatch = dict[str, torch.Tensor]
-"""Field name to [rows, length]; rows are episodes, padded on the right."""
+from torchtitan_rl.types import Covers, Episode, PerToken
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One per-token stream, aligned with prompt_token_ids + token_ids."""
+    """One stream: a value, or a row of values, for each token."""
 
     name: str
-    dtype: torch.dtype
-    pad: int | float | bool
-    of: Callable[[Episode], Stream | None]
-    """The episode's stream, or None where it may be absent."""
+    dtype: str
+    pad: Any
+    covers: Covers
+    of: Callable[[Episode], Any]
+    """The episode's values, or None where it has none."""
+    attribute: str
+    """Of the episode; what is cut when the episode is."""
     optional: bool = False
+    shape: tuple[int, ...] = ()
+    """Of one token's value."""
+
+    def padding(self, tokens: int) -> np.ndarray:
+        """The stream of so many tokens that are none."""
+        if self.pad == "distinct":
+            row = np.arange(self.shape[-1], dtype=self.dtype)
+            return np.broadcast_to(row, (tokens, *self.shape)).copy()
+        return np.full((tokens, *self.shape), self.pad, dtype=self.dtype)
 
 
 def loss_mask(episode: Episode) -> Sequence[bool]:
@@ -38,44 +46,40 @@ def loss_mask(episode: Episode) -> Sequence[bool]:
     return [False] * len(episode.prompt_token_ids) + [True] * len(episode.token_ids)
 
 
-def _behind_the_prompt(episode: Episode, values: list[float] | None) -> Sequence[float] | None:
-    if values is None:
-        return None
-    # Prompt tokens were not sampled. NaN, so that reading one of them is seen, never averaged in.
-    return [math.nan] * len(episode.prompt_token_ids) + values
+def read_fields(episode_type: type[Episode] = Episode) -> tuple[Field, ...]:
+    """The tokens, which of them train, and whatever else the type declares `PerToken`."""
+    found = [
+        Field("tokens", "int64", 0, "tokens", lambda e: e.prompt_token_ids + e.token_ids, ""),
+        Field("loss_mask", "bool", False, "tokens", loss_mask, "loss_mask"),
+    ]
+    for attribute, hint in typing.get_type_hints(episode_type, include_extras=True).items():
+        for declared in getattr(hint, "__metadata__", ()):
+            if isinstance(declared, PerToken):
+                found.append(
+                    Field(
+                        declared.stream,
+                        declared.dtype,
+                        declared.pad,
+                        declared.covers,
+                        attrgetter(attribute),
+                        attribute,
+                        optional=type(None) in typing.get_args(hint.__origin__),
+                    )
+                )
+    return tuple(found)
 
 
-FIELDS: tuple[Field, ...] = (
-    Field("tokens", torch.int64, 0, lambda e: e.prompt_token_ids + e.token_ids),
-    Field("loss_mask", torch.bool, False, loss_mask),
-    Field("advantages", torch.float32, 0.0, lambda e: [e.advantage] * e.length),
-    Field("temperatures", torch.float32, 1.0, lambda e: [e.temperature] * e.length),
-    Field("weights", torch.float32, 0.0, lambda e: [e.weight] * e.length),
-    Field(
-        "generator_logprobs",
-        torch.float32,
-        math.nan,
-        lambda e: _behind_the_prompt(e, e.token_logprobs),
-        optional=True,
-    ),
-    Field(
-        "ref_logprobs",
-        torch.float32,
-        math.nan,
-        lambda e: _behind_the_prompt(e, e.ref_logprobs),
-        optional=True,
-    ),
-)
+FIELDS = read_fields()
 
 
 def present_fields(episodes: Sequence[Episode], fields: Sequence[Field] = FIELDS) -> list[Field]:
     """The fields this batch carries: the required ones, and the optional ones its episodes have."""
     present = []
     for field in fields:
-        missing = [e for e in episodes if field.of(e) is None]
+        missing = [e for e in episodes if field.of(e) is None] if field.optional else []
         if not missing:
-            present.append(field)
-        elif not field.optional or len(missing) < len(episodes):
+            present.append(_as_in(episodes[0], field))
+        elif len(missing) < len(episodes):
             raise ValueError(
                 f"{describe(missing[0])} has no {field.name}, which the other episodes of its "
                 "batch have: give it to all of them or to none"
@@ -83,77 +87,23 @@ def present_fields(episodes: Sequence[Episode], fields: Sequence[Field] = FIELDS
     return present
 
 
-def microbatch(episodes: Sequence[Episode], fields: Sequence[Field]) -> Microbatch:
-    """Rows padded to the longest; no episodes give the all-padding cell of one token."""
-    length = max((e.length for e in episodes), default=1)
-    batch = {}
+def _as_in(episode: Episode, field: Field) -> Field:
+    """An array says its own dtype, and the shape of a token's value."""
+    values = field.of(episode)
+    if not isinstance(values, np.ndarray):
+        return field
+    return replace(field, dtype=values.dtype.name, shape=values.shape[1:])
+
+
+def truncate(episode: Episode, length: int, fields: Sequence[Field] = FIELDS) -> Episode:
+    """The first `length` tokens of an episode; its prompt must fit."""
+    completion = length - len(episode.prompt_token_ids)
+    shorter: dict[str, Any] = {"token_ids": episode.token_ids[:completion]}
     for field in fields:
-        rows = torch.full((max(len(episodes), 1), length), field.pad, dtype=field.dtype)
-        for row, episode in zip(rows, episodes, strict=False):
-            row[: episode.length] = torch.tensor(field.of(episode), dtype=field.dtype)
-        batch[field.name] = rows
-    return batch
-
-
-def validate(
-    episodes: Sequence[Episode],
-    *,
-    vocab_size: int | None = None,
-    version: int | None = None,
-    needs: Mapping[str, str] | None = None,
-) -> None:
-    """Refuse what would fail, or quietly mistrain, on a rank. Runs on the driver.
-
-    `needs`: optional fields that must be there, each with the setting that needs it.
-    """
-    for episode in episodes:
-        problems = chain(_problems(episode, vocab_size, version), _missing(episode, needs or {}))
-        for problem in problems:
-            raise ValueError(f"{describe(episode)}: {problem}")
-
-
-def _missing(episode: Episode, needs: Mapping[str, str]) -> Iterator[str]:
-    for field in FIELDS:
-        if field.name not in needs:
-            continue
-        stream = field.of(episode)
-        if stream is None:
-            yield f"it has no {field.name}, which {needs[field.name]} needs"
-        elif any(
-            trains and math.isnan(value)
-            for value, trains in zip(stream, loss_mask(episode), strict=True)
-        ):
-            yield f"it trains a token without {field.name}, which {needs[field.name]} needs"
-
-
-def _problems(episode: Episode, vocab_size: int | None, version: int | None):
-    ids = episode.prompt_token_ids + episode.token_ids
-    if not episode.prompt_token_ids:
-        yield "the prompt is empty, so its first token has nothing to be predicted from"
-    if min(ids, default=0) < 0:
-        yield f"token id {min(ids)} is negative"
-    if vocab_size is not None and max(ids, default=0) >= vocab_size:
-        yield f"token id {max(ids)} lies outside 0..{vocab_size - 1}"
-    for field in FIELDS:
-        stream = field.of(episode)
-        if stream is not None and len(stream) != len(ids):
-            yield f"{field.name} covers {len(stream)} tokens of {len(ids)}"
-    new = loss_mask(episode)[len(episode.prompt_token_ids) :]
-    for name in ("token_logprobs", "ref_logprobs"):
-        values = getattr(episode, name)
-        if values is not None and any(
-            trains and not math.isfinite(value) for value, trains in zip(values, new, strict=True)
-        ):
-            yield f"{name} holds a value that is not finite"
-    if episode.loss_mask and episode.loss_mask[0]:
-        yield "loss_mask trains token 0, which has nothing to be predicted from"
-    for name in ("advantage", "weight"):
-        if not math.isfinite(getattr(episode, name)):
-            yield f"the {name} is {getattr(episode, name)}"
-    if not episode.temperature > 0:
-        yield f"the temperature is {episode.temperature}; greedy samples cannot be trained on"
-    if version is not None and episode.policy_version > version:
-        yield f"its policy version {episode.policy_version} is newer than the trainer's {version}"
+        values = getattr(episode, field.attribute) if field.attribute else None
+        if values is not None and field.covers != "episode":
+            shorter[field.attribute] = values[: length if field.covers == "tokens" else completion]
+    return replace(episode, **shorter)
 
 
 def describe(episode: Episode) -> str:

@@ -14,9 +14,9 @@ from torchtitan_rl.algorithms.logprobs import WHOLE_VOCABULARY, VocabShard, chos
 
 @dataclass(slots=True)
 class Chosen:
-    """Where in a microbatch to predict what."""
+    """Where in a row to predict what."""
 
-    predicts: torch.Tensor  # [rows, length] bool: whether a position predicts the next token
+    predictors: torch.Tensor  # [tokens] where in the row each is predicted; some more than once
     targets: torch.Tensor  # [tokens]
     temperatures: torch.Tensor  # [tokens]
 
@@ -46,7 +46,7 @@ class LogprobHead(Linear):
         if isinstance(hidden, DTensor):
             hidden = hidden.to_local()
         return chosen_logprobs(
-            hidden[self.chosen.predicts],
+            hidden.flatten(0, -2).index_select(0, self.chosen.predictors),
             weight,
             self.chosen.targets,
             self.chosen.temperatures,

@@ -25,11 +25,13 @@ COMPANION_FILES = (
 """What an HF folder holds beside its weights."""
 
 
+_DENSE = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "model_type"),
+    *("num_attention_heads", "num_key_value_heads", "rms_norm_eps", "max_position_embeddings"),
+)
 NEEDED_FIELDS = {
-    "Qwen3ForCausalLM": (
-        *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
-        *("num_attention_heads", "num_key_value_heads", "rms_norm_eps", "max_position_embeddings"),
-    ),
+    "Qwen3ForCausalLM": (*_DENSE, "head_dim"),
+    "LlamaForCausalLM": _DENSE,
 }
 """Architectures that can be trained, and the fields their config.json must have."""
 
@@ -103,6 +105,10 @@ def rope_theta(config: dict[str, Any]) -> float:
     if theta is None:
         raise ModelFolderError("config.json lacks the field 'rope_theta'")
     return float(theta)
+
+
+def head_size(config: dict[str, Any]) -> int:
+    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
 
 
 def hf_dtype(config: dict[str, Any]) -> torch.dtype:

@@ -2,14 +2,23 @@
 
 import os
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torchtitan.distributed import utils as dist_utils
+from torchtitan.models.common.attention import create_varlen_metadata_for_document
 
-from torchtitan_rl.batching.schema import Microbatch
+from torchtitan_rl.batching.documents import (
+    Segment,
+    positions,
+    predecessors,
+    segment_ids,
+    segments,
+)
+from torchtitan_rl.batching.microbatch import Microbatch
+from torchtitan_rl.models.attention import AttentionPlan
 from torchtitan_rl.models.head import Chosen, LogprobHead
 from torchtitan_rl.models.mesh import Parallelism
 from torchtitan_rl.models.parallel import build_parallel_model
@@ -26,7 +35,7 @@ class Predicted:
     streams: dict[str, torch.Tensor]
     """The microbatch's fields at these tokens."""
     sequence_ids: torch.Tensor
-    """Which row each token is in."""
+    """Which sequence each token belongs to."""
 
 
 class ModelRank:
@@ -68,14 +77,23 @@ class ModelRank:
 
     def predict(self, cell: Microbatch) -> Predicted:
         """A forward pass: logprobs of the tokens that train; token i is predicted at i - 1."""
-        trains = cell["loss_mask"][:, 1:]
-        streams = {name: stream[:, 1:][trains].to(self.device) for name, stream in cell.items()}
-        rows, length = cell["tokens"].shape
-        positions = torch.arange(length, device=self.device).expand(rows, length)
-        predicts = torch.nn.functional.pad(trains, (0, 1)).to(self.device)
-        self.head.chosen = Chosen(predicts, streams["tokens"], streams["temperatures"])
-        logprobs, entropies = self.model(cell["tokens"].to(self.device), positions)
-        return Predicted(logprobs, entropies, streams, trains.nonzero()[:, 0].to(self.device))
+        row = segments(cell.documents)
+        trains = cell.streams["loss_mask"].nonzero().squeeze(-1)
+        streams = {n: stream[trains].to(self.device) for n, stream in cell.streams.items()}
+        predictors, sequence_ids = (
+            values[trains].to(self.device) for values in (predecessors(row), segment_ids(row))
+        )
+        self.head.chosen = Chosen(predictors, streams["tokens"], streams["temperatures"])
+        tokens, places = (
+            t.unsqueeze(0).to(self.device) for t in (cell.streams["tokens"], positions(row))
+        )
+        logprobs, entropies = self.model(tokens, places, self._attention_plan(row, places))
+        return Predicted(logprobs, entropies, streams, sequence_ids)
+
+    def _attention_plan(self, row: list[Segment], places: torch.Tensor) -> Any:
+        if device_type() == "cpu":
+            return AttentionPlan(row)
+        return create_varlen_metadata_for_document(places)
 
     def clip_gradients(self, most: float) -> torch.Tensor:
         """Scale the gradients down to a norm of `most`; returns the norm they had."""
@@ -90,11 +108,8 @@ class ModelRank:
         }
 
     def logprobs(self, cell: Microbatch) -> torch.Tensor:
-        """[rows, length] logprobs without gradient; NaN at tokens that do not train."""
+        """[tokens] logprobs without gradient; NaN at tokens that do not train."""
+        values = torch.full((cell.tokens,), torch.nan)
         with torch.no_grad():
-            predicted = self.predict(cell).logprobs.cpu()
-        trains = cell["loss_mask"].clone()
-        trains[:, 0] = False
-        values = torch.full(trains.shape, torch.nan)
-        values[trains] = predicted
+            values[cell.streams["loss_mask"]] = self.predict(cell).logprobs.float().cpu()
         return values

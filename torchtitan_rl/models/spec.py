@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torchtitan.models.common import CosSinRoPE, Embedding
-from torchtitan.models.common.attention import ScaledDotProductAttention
+from torchtitan.models.common.attention import VarlenAttention
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.common.param_init import skip_param_init
@@ -20,9 +20,12 @@ from torchtitan.models.qwen3 import Qwen3Model, parallelize_qwen3
 from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.protocols.module import Module
 
+from torchtitan_rl.models.attention import PackedAttention
 from torchtitan_rl.models.head import LogprobHead
-from torchtitan_rl.models.hf import read_hf_config, rope_theta
+from torchtitan_rl.models.hf import head_size, read_hf_config, rope_theta
+from torchtitan_rl.platform import device_type
 
 
 def model_spec(folder: str | Path) -> ModelSpec:
@@ -43,9 +46,10 @@ def build_on_meta(spec: ModelSpec) -> nn.Module:
         return spec.model.build()
 
 
-def _qwen3(config: dict[str, Any], name: str) -> ModelSpec:
+def _dense(config: dict[str, Any], name: str) -> ModelSpec:
+    """A plain decoder: Qwen3, or Llama, which is a Qwen3 that does not normalise q and k."""
     dim, vocab_size = config["hidden_size"], config["vocab_size"]
-    head_dim, eps = config["head_dim"], config["rms_norm_eps"]
+    eps, head_dim = config["rms_norm_eps"], head_size(config)
     linear: dict[str, Callable] = {
         "weight": partial(nn.init.normal_, std=0.02),
         "bias": nn.init.zeros_,
@@ -66,16 +70,14 @@ def _qwen3(config: dict[str, Any], name: str) -> ModelSpec:
                 head_dim=head_dim,
                 wqkv_param_init=linear,
                 wo_param_init=linear,
-                # Rows hold one episode each and are padded on the right, so plain causal
-                # attention is exact; it runs forward and backward on CPU and GPU alike.
-                inner_attention=ScaledDotProductAttention.Config(),
+                inner_attention=_packed_attention(),
                 fuse_qkv=True,
                 rope=CosSinRoPE.Config(
                     dim=head_dim,
                     max_seq_len=config["max_position_embeddings"],
                     theta=rope_theta(config),
                 ),
-                qk_norm=norm(head_dim),
+                qk_norm=norm(head_dim) if config["model_type"] == "qwen3" else None,
             ),
             feed_forward=make_ffn_config(
                 dim=dim,
@@ -109,6 +111,12 @@ def _qwen3(config: dict[str, Any], name: str) -> ModelSpec:
     )
 
 
+def _packed_attention() -> Module.Config:
+    """What never attends across documents of a row; on a GPU torchtitan has it."""
+    return PackedAttention.Config() if device_type() == "cpu" else VarlenAttention.Config()
+
+
 ARCHITECTURES: dict[str, Callable[[dict[str, Any], str], ModelSpec]] = {
-    "Qwen3ForCausalLM": _qwen3,
+    "Qwen3ForCausalLM": _dense,
+    "LlamaForCausalLM": _dense,
 }

@@ -63,6 +63,9 @@ def worker_env(
         "OMP_WAIT_POLICY": "PASSIVE",
         "KMP_BLOCKTIME": "0",
         "TOKENIZERS_PARALLELISM": "false",
+        # Keep freed memory: glibc would give large tensors back, and fault every page in again.
+        "MALLOC_MMAP_THRESHOLD_": str(2**32),
+        "MALLOC_TRIM_THRESHOLD_": str(2**34),
         "HF_HUB_OFFLINE": "1",
         # Looking for GPUs must not start CUDA in a process that may fork workers.
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",

@@ -1,0 +1,95 @@
+"""A row of packed documents with everything a rank needs to know about each token."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchtitan_rl.batching.documents import Document
+from torchtitan_rl.batching.schema import Field, present_fields
+from torchtitan_rl.types import Episode
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens `start` to `stop` of an episode's prompt and completion."""
+
+    episode: Episode
+    start: int
+    stop: int
+
+    @property
+    def prompt_tokens(self) -> int:
+        """How many of them belong to the prompt."""
+        return max(min(self.stop, len(self.episode.prompt_token_ids)) - self.start, 0)
+
+    def cut(self, values: Any, field: Field) -> Any:
+        """What of an episode's values lies in this piece."""
+        first = len(self.episode.prompt_token_ids) if field.covers == "completion" else 0
+        start, stop = max(self.start - first, 0), max(self.stop - first, 0)
+        return values if start == 0 and stop == len(values) else values[start:stop]
+
+
+@dataclass(slots=True)
+class Microbatch:
+    """One row: documents one after the other, and a stream of values for each field."""
+
+    documents: list[Document]
+    streams: dict[str, torch.Tensor]
+    """Field name to [tokens] or [tokens, ...]."""
+    real: bool = True
+    """Whether it holds any episode; else it is a token of padding that keeps a rank in step."""
+
+    @property
+    def tokens(self) -> int:
+        return len(self.streams["tokens"])
+
+
+def microbatch(
+    documents: Sequence[Document], pieces: Sequence[Piece], fields: Sequence[Field]
+) -> Microbatch:
+    """The row of these documents, whose tokens are those of `pieces`; of none: one of padding."""
+    if not documents:
+        padding = {field.name: torch.from_numpy(field.padding(1)) for field in fields}
+        return Microbatch([Document(1)], padding, real=False)
+    streams = {field.name: torch.from_numpy(_stream(field, pieces)) for field in fields}
+    return Microbatch(list(documents), streams)
+
+
+def single(episode: Episode) -> Microbatch:
+    """A microbatch of one episode, for tests and study."""
+    piece = Piece(episode, 0, episode.length)
+    return microbatch([Document(episode.length)], [piece], present_fields([episode]))
+
+
+def _stream(field: Field, pieces: Sequence[Piece]) -> np.ndarray:
+    values = [field.of(piece.episode) for piece in pieces]
+    lengths = [piece.stop - piece.start for piece in pieces]
+    if field.covers == "episode":
+        return np.repeat(np.array(values, dtype=field.dtype), lengths)
+    cut = [piece.cut(all_of, field) for piece, all_of in zip(pieces, values, strict=True)]
+    if field.covers == "tokens":
+        return _joined(cut, field)
+    row = field.padding(sum(lengths))
+    row[_in_completions(pieces, lengths)] = _joined(cut, field)
+    return row
+
+
+def _joined(parts: Sequence[Any], field: Field) -> np.ndarray:
+    if field.shape:
+        return np.concatenate(parts)
+    # The fastest way from many short lists to one array.
+    count = sum(map(len, parts))
+    return np.fromiter(chain.from_iterable(parts), dtype=field.dtype, count=count)
+
+
+def _in_completions(pieces: Iterable[Piece], lengths: Iterable[int]) -> np.ndarray:
+    counts = [
+        count
+        for piece, length in zip(pieces, lengths, strict=True)
+        for count in (piece.prompt_tokens, length - piece.prompt_tokens)
+    ]
+    return np.repeat(np.tile([False, True], len(counts) // 2), counts)

@@ -1,0 +1,37 @@
+"""Episodes longer than a microbatch can hold: one policy for all of them."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from torchtitan_rl.batching.schema import describe, truncate
+from torchtitan_rl.types import Episode
+
+Overlong = Literal["error", "truncate", "drop"]
+
+
+def limit_length(
+    episodes: Sequence[Episode], most: int, policy: Overlong
+) -> tuple[list[Episode], dict[str, float]]:
+    """The episodes with none of more than `most` tokens, and how many were cut and left out.
+
+    `truncate` cuts completions at the end; an episode whose prompt alone is too long is dropped.
+
+    Example:
+        kept, counts = limit_length(episodes, 4096, "drop")
+    """
+    kept: list[Episode] = []
+    truncated = 0
+    for episode in episodes:
+        if episode.length <= most:
+            kept.append(episode)
+        elif policy == "error":
+            raise ValueError(
+                f"{describe(episode)} has {episode.length} tokens; "
+                f"trainer.tokens_per_microbatch is {most}: raise it, or set trainer.overlong to "
+                "truncate or drop"
+            )
+        elif policy == "truncate" and len(episode.prompt_token_ids) < most:
+            kept.append(truncate(episode, most))
+            truncated += 1
+    dropped = len(episodes) - len(kept)
+    return kept, {"overlong/truncated": truncated, "overlong/dropped": dropped}

@@ -1,0 +1,74 @@
+"""What an episode must be like: checked on the driver, before any rank sees it."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+
+import numpy as np
+
+from torchtitan_rl.batching.schema import FIELDS, Field, describe, loss_mask
+from torchtitan_rl.types import Episode
+
+
+def validate(
+    episodes: Sequence[Episode],
+    *,
+    vocab_size: int | None = None,
+    version: int | None = None,
+    needs: Mapping[str, str] | None = None,
+) -> None:
+    """Refuse what would fail, or quietly mistrain, on a rank.
+
+    `needs`: optional fields that must be there, each with the setting that needs it.
+    """
+    for episode in episodes:
+        problems = chain(
+            _structure(episode, vocab_size, version),
+            *(_values(episode, field) for field in FIELDS),
+            *(_missing(episode, field, needs) for field in FIELDS if needs and field.name in needs),
+        )
+        for problem in problems:
+            raise ValueError(f"{describe(episode)}: {problem}")
+
+
+def _structure(episode: Episode, vocab_size: int | None, version: int | None) -> Iterator[str]:
+    ids = episode.prompt_token_ids + episode.token_ids
+    if not episode.prompt_token_ids:
+        yield "the prompt is empty, so its first token has nothing to be predicted from"
+    if min(ids) < 0:
+        yield f"token id {min(ids)} is negative"
+    if vocab_size is not None and max(ids) >= vocab_size:
+        yield f"token id {max(ids)} lies outside 0..{vocab_size - 1}"
+    if episode.loss_mask and episode.loss_mask[0]:
+        yield "loss_mask trains token 0, which has nothing to be predicted from"
+    if not episode.temperature > 0:
+        yield f"the temperature is {episode.temperature}; greedy samples cannot be trained on"
+    if version is not None and episode.policy_version > version:
+        yield f"its policy version {episode.policy_version} is newer than the trainer's {version}"
+
+
+def _values(episode: Episode, field: Field) -> Iterator[str]:
+    values = field.of(episode)
+    if values is None:
+        return
+    numbers = np.asarray(values)
+    if field.covers == "episode":
+        if not np.isfinite(numbers):
+            yield f"the {field.attribute} is {values}"
+        return
+    prompt = len(episode.prompt_token_ids)
+    tokens = episode.length if field.covers == "tokens" else episode.length - prompt
+    if len(numbers) != tokens:
+        yield f"{field.name} has {len(numbers)} values for {tokens} tokens"
+    if numbers.dtype.kind == "f":
+        trains = np.array(loss_mask(episode), dtype=bool)[-tokens:] if tokens else slice(0)
+        if not np.isfinite(numbers[trains]).all():
+            yield f"{field.name} holds a value that is not finite"
+
+
+def _missing(episode: Episode, field: Field, needs: Mapping[str, str]) -> Iterator[str]:
+    setting = needs[field.name]
+    if field.of(episode) is None:
+        yield f"it has no {field.name}, which {setting} needs"
+    prompt = len(episode.prompt_token_ids)
+    if field.covers == "completion" and any(loss_mask(episode)[:prompt]):
+        yield f"it trains a token of the prompt, which has no {field.name}; {setting} needs it"
