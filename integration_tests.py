@@ -69,7 +69,8 @@ SUITES: dict[str, tuple[Flavor, ...]] = {
         ),
         Flavor(
             "everything",
-            "two ranks, two updates a step, both KL terms, every correction, another reduction",
+            "two ranks, two updates a step, both KL terms, every correction, another reduction, "
+            "shared prompts",
             (
                 *(
                     "--trainer.parallelism.data_parallel_shard_degree",
@@ -85,6 +86,7 @@ SUITES: dict[str, tuple[Flavor, ...]] = {
                 *("--trainer.loss.correction.importance_weight", "token"),
                 *("--trainer.loss.correction.sequence_mask", "geometric"),
                 *("--trainer.loss.reduction", "sequence_mean", "--advantage.length_penalty"),
+                "--trainer.share_prompts",
             ),
             quick=True,
         ),
@@ -113,6 +115,12 @@ SUITES: dict[str, tuple[Flavor, ...]] = {
             "small_microbatches",
             "many microbatches a step",
             ("--trainer.tokens_per_microbatch", "256"),
+        ),
+        Flavor("shared_prompts", "each prompt computed once", ("--trainer.share_prompts",)),
+        Flavor(
+            "overlong",
+            "episodes longer than a microbatch, truncated",
+            ("--trainer.tokens_per_microbatch", "40", "--trainer.overlong", "truncate"),
         ),
         Flavor("mean_baseline", "Dr.GRPO's advantages", ("--advantage.name", "mean_baseline")),
         Flavor("std_normalised", "GRPO's own advantages", ("--advantage.name", "grpo")),

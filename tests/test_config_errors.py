@@ -279,7 +279,7 @@ def test_an_existing_run_is_not_overwritten(refusal, folder):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, "'LlamaForCausalLM'; supported: Qwen3"),
+        ({"architectures": ["GPT2LMHeadModel"]}, "'GPT2LMHeadModel'; supported: Llama"),
         ({"num_key_value_heads": None}, "lacks the field 'num_key_value_heads'"),
         ({"vocab_size": None}, "lacks the field 'vocab_size'"),
         ({"intermediate_size": None}, "lacks the field 'intermediate_size'"),

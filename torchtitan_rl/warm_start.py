@@ -149,6 +149,10 @@ def supervised(config: "Controller.Config", work: Path) -> "Controller.Config":
             config.trainer,
             loss=LossConfig(name="reinforce"),
             updates_per_step=1,
+            # Whole demonstrations, whatever the run does with long episodes.
+            tokens_per_microbatch=max(
+                config.trainer.tokens_per_microbatch, config.generator.engine.max_model_len
+            ),
             optimizer=OptimizerConfig(lr=warm.lr, betas=(0.9, 0.99)),
             lr_scheduler=LRSchedulersContainer.Config(warmup_steps=warm.warmup_steps),
         ),

@@ -128,17 +128,23 @@ def plain(episodes, reduction):
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @settings(deadline=None)
-@given(episodes=batches(), dp_degree=st.integers(1, 4), rows=st.integers(1, 10))
+@given(
+    episodes=batches(),
+    dp_degree=st.integers(1, 4),
+    rows=st.integers(1, 10),
+    share_prompts=st.booleans(),
+)
 def test_no_split_into_ranks_and_microbatches_changes_the_reduced_loss(
-    reduction, episodes, dp_degree, rows
+    reduction, episodes, dp_degree, rows, share_prompts
 ):
     grid = make_grid(
         weigh(episodes, reduction, fixed_length=LONGEST),
         dp_degree=dp_degree,
         tokens_per_microbatch=rows * (LONGEST + 1),
+        share_prompts=share_prompts,
     )
     total = 0.0
     for cell in (cell for row in grid.cells for cell in row):
-        loss = cell["tokens"].double() ** 1.5
-        total += (loss * cell["weights"] * cell["loss_mask"]).sum().item()
+        loss = cell.streams["tokens"].double() ** 1.5
+        total += (loss * cell.streams["weights"] * cell.streams["loss_mask"]).sum().item()
     assert total / grid.loss_tokens == pytest.approx(plain(episodes, reduction), rel=1e-5)

@@ -1,19 +1,25 @@
-"""Per-token fields: what each episode's streams are, how they are padded, what is refused."""
+"""Per-token streams: declared on the episode, and found wherever tokens go."""
 
 import math
+from dataclasses import dataclass, fields
+from itertools import combinations
+from typing import Annotated, Any
 
+import numpy as np
 import pytest
 import torch
 
 from tests.support import episode
+from torchtitan_rl.batching.documents import Document
+from torchtitan_rl.batching.microbatch import Piece, microbatch, single
 from torchtitan_rl.batching.schema import (
     FIELDS,
-    Field,
     loss_mask,
-    microbatch,
     present_fields,
-    validate,
+    read_fields,
+    truncate,
 )
+from torchtitan_rl.types import Episode, PerToken
 
 NAN = math.nan
 OPTIONAL = {"generator_logprobs", "ref_logprobs"}
@@ -24,195 +30,248 @@ def full_episode(**changes):
     return episode(**{"ref_logprobs": [-0.25, -2.0], **changes})
 
 
-def rows(tensor):
-    return [pytest.approx(row, nan_ok=True) for row in tensor.tolist()]
+def row_of(episodes, declared=FIELDS):
+    """The row of these episodes, whole, one after the other."""
+    pieces = [Piece(e, 0, e.length) for e in episodes]
+    documents = [Document(e.length) for e in episodes]
+    return microbatch(documents, pieces, present_fields(episodes, declared)).streams
+
+
+def padding_of(episodes, declared=FIELDS):
+    """The cell of padding in the grid of these episodes."""
+    return microbatch([], [], present_fields(episodes, declared))
+
+
+def values(stream):
+    return pytest.approx(stream.tolist(), nan_ok=True)
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "stream"),
+    ("name", "dtype", "stream", "pad"),
     [
-        ("tokens", torch.int64, [1, 2, 3, 4, 5]),
-        ("loss_mask", torch.bool, [False, False, False, True, True]),
-        ("advantages", torch.float32, [0.5] * 5),
-        ("temperatures", torch.float32, [0.7] * 5),
-        ("weights", torch.float32, [0.25] * 5),
-        ("generator_logprobs", torch.float32, [NAN, NAN, NAN, -0.5, -1.0]),
-        ("ref_logprobs", torch.float32, [NAN, NAN, NAN, -0.25, -2.0]),
+        ("tokens", torch.int64, [1, 2, 3, 4, 5], 0),
+        ("loss_mask", torch.bool, [False, False, False, True, True], False),
+        ("generator_logprobs", torch.float32, [NAN, NAN, NAN, -0.5, -1.0], NAN),
+        ("advantages", torch.float32, [0.5] * 5, 0.0),
+        ("temperatures", torch.float32, [0.7] * 5, 1.0),
+        ("weights", torch.float32, [0.25] * 5, 0.0),
+        ("ref_logprobs", torch.float32, [NAN, NAN, NAN, -0.25, -2.0], NAN),
     ],
 )
-def test_an_episode_becomes_one_stream_per_field(name, dtype, stream):
-    episodes = [full_episode(temperature=0.7, weight=0.25)]
-    batch = microbatch(episodes, present_fields(episodes))
-    assert batch[name].dtype == dtype
-    assert rows(batch[name]) == [stream]
+def test_an_episode_becomes_one_stream_per_field_and_padding_one_value(name, dtype, stream, pad):
+    one = full_episode(temperature=0.7, weight=0.25)
+    row, padding = single(one), padding_of([one])
+    assert row.streams[name].dtype == padding.streams[name].dtype == dtype
+    assert values(row.streams[name]) == stream
+    assert values(padding.streams[name]) == [pad]
 
 
 def test_every_field_of_the_schema_is_in_the_table_above():
     assert [field.name for field in FIELDS] == [
         "tokens",
         "loss_mask",
+        "generator_logprobs",
         "advantages",
         "temperatures",
         "weights",
-        "generator_logprobs",
         "ref_logprobs",
     ]
     assert {field.name for field in FIELDS if field.optional} == OPTIONAL
 
 
+def test_what_a_stream_covers_is_what_the_episode_has_values_for():
+    covers = {field.name: field.covers for field in FIELDS}
+    assert {name for name in covers if covers[name] == "tokens"} == {"tokens", "loss_mask"}
+    assert {name for name in covers if covers[name] == "completion"} == OPTIONAL
+
+
 def test_an_episodes_own_loss_mask_counts():
     mask = [False, True, False, True, False]
-    batch = microbatch([full_episode(loss_mask=mask)], FIELDS)
-    assert batch["loss_mask"].tolist() == [mask]
+    assert single(full_episode(loss_mask=mask)).streams["loss_mask"].tolist() == mask
 
 
-def test_shorter_rows_are_padded_on_the_right():
-    short = full_episode(token_ids=[], token_logprobs=[], ref_logprobs=[], weight=2.0)
-    batch = microbatch([full_episode(), short], FIELDS)
-    assert rows(batch["tokens"])[1] == [1, 2, 3, 0, 0]
-    assert rows(batch["loss_mask"])[1] == [False] * 5
-    assert rows(batch["advantages"])[1] == [0.5, 0.5, 0.5, 0, 0]
-    assert rows(batch["temperatures"])[1] == [1.0] * 5
-    assert rows(batch["weights"])[1] == [2.0, 2.0, 2.0, 0, 0]
-    assert rows(batch["generator_logprobs"])[1] == [NAN] * 5
-    assert rows(batch["ref_logprobs"])[1] == [NAN] * 5
+def test_episodes_of_a_row_follow_each_other_without_padding():
+    short = full_episode(
+        prompt_token_ids=[6], token_ids=[], token_logprobs=[], ref_logprobs=[], weight=2.0
+    )
+    last = full_episode(
+        prompt_token_ids=[7], token_ids=[8], token_logprobs=[-3.0], ref_logprobs=[-4.0]
+    )
+    row = row_of([full_episode(), short, last])
+    assert row["tokens"].tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert row["loss_mask"].tolist() == [False] * 3 + [True] * 2 + [False, False, True]
+    assert row["weights"].tolist() == [1.0] * 5 + [2.0] + [1.0] * 2
+    assert values(row["generator_logprobs"]) == [NAN] * 3 + [-0.5, -1.0, NAN, NAN, -3.0]
+    assert values(row["ref_logprobs"]) == [NAN] * 3 + [-0.25, -2.0, NAN, NAN, -4.0]
+
+
+@pytest.mark.parametrize(("start", "stop"), combinations(range(6), 2))
+def test_a_piece_of_an_episode_has_that_piece_of_every_stream(start, stop):
+    one = full_episode(loss_mask=[False, True, False, True, False])
+    piece = Piece(one, start, stop)
+    found = microbatch([Document(stop - start)], [piece], present_fields([one])).streams
+    for name, stream in single(one).streams.items():
+        wanted = stream[start:stop]
+        torch.testing.assert_close(found[name], wanted, rtol=0, atol=0, equal_nan=True)
 
 
 def test_an_optional_field_that_all_have_is_present():
     assert present_fields([full_episode(), full_episode()]) == list(FIELDS)
 
 
-def test_an_optional_field_that_none_has_is_absent():
-    present = present_fields([episode(token_logprobs=None)] * 2)
-    assert {field.name for field in FIELDS} - {field.name for field in present} == OPTIONAL
+def test_an_optional_field_that_none_has_is_absent_from_rows_and_padding():
+    episodes = [episode(token_logprobs=None)] * 2
+    wanted = {field.name for field in FIELDS} - OPTIONAL
+    assert row_of(episodes).keys() == wanted
+    assert padding_of(episodes).streams.keys() == wanted
 
 
+@pytest.mark.parametrize("at", [0, 1, 2])
 @pytest.mark.parametrize(
     ("changes", "name"),
     [({"token_logprobs": None}, "generator_logprobs"), ({"ref_logprobs": None}, "ref_logprobs")],
 )
-def test_an_optional_field_that_some_have_is_an_error_that_names_an_episode_without(changes, name):
-    with_and_without = [full_episode(), full_episode(task="chat", group_id="chat/3", **changes)]
+def test_an_optional_field_that_some_have_is_an_error_that_names_an_episode_without(
+    at, changes, name
+):
+    with_and_without = [full_episode(), full_episode()]
+    with_and_without.insert(at, full_episode(task="chat", group_id="chat/3", **changes))
     with pytest.raises(ValueError, match=f"'chat', group 'chat/3' has no {name}"):
         present_fields(with_and_without)
 
 
-def test_a_required_field_that_none_has_is_an_error():
-    required = Field("prices", torch.float32, 0.0, lambda e: None)
-    with pytest.raises(ValueError, match="has no prices"):
-        present_fields([episode(), episode()], [*FIELDS, required])
+def test_an_empty_list_is_not_a_missing_field():
+    empty = full_episode(token_ids=[], token_logprobs=[], ref_logprobs=[])
+    assert {field.name for field in present_fields([empty, full_episode()])} >= OPTIONAL
 
 
-def test_a_field_without_a_pad_value_cannot_be_declared():
+def test_the_padding_cell_is_one_token_that_is_not_real_and_does_not_train():
+    cell = padding_of([full_episode()])
+    assert not cell.real
+    assert single(full_episode()).real
+    assert cell.tokens == 1
+    assert cell.documents == [Document(1)]
+    assert not cell.streams["loss_mask"].any()
+
+
+def test_a_declaration_without_a_pad_fails_where_it_stands():
     with pytest.raises(TypeError, match="pad"):
-        Field("prices", torch.float32, of=lambda e: [0.0] * e.length)
+
+        @dataclass
+        class _Unpadded(Episode):
+            prices: Annotated[
+                list[float] | None,
+                PerToken("prices", "float32", covers="tokens"),
+            ] = None
 
 
-@pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.name)
-def test_the_padding_cell_carries_each_present_field(field):
-    cell = microbatch([], FIELDS)
-    assert cell[field.name].dtype == field.dtype
-    assert cell[field.name].shape == (1, 1)
-    assert cell[field.name].item() == pytest.approx(field.pad, nan_ok=True)
+# A field is added in exactly one place: these three add one each, and nothing else.
 
 
-def test_the_padding_cell_carries_no_absent_field():
-    present = present_fields([episode(token_logprobs=None)])
-    assert microbatch([], present).keys() == {field.name for field in present}
+@dataclass(slots=True)
+class Priced(Episode):
+    prices: Annotated[list[float] | None, PerToken("price", "float64", -1.0, "tokens")] = None
 
 
-def test_a_new_optional_field_shows_up_in_rows_and_in_the_padding_cell():
-    new = Field("echo_alpha", torch.float64, 0.25, lambda e: [2.0] * e.length, optional=True)
-    episodes = [episode(), episode(token_ids=[4], token_logprobs=[-0.5])]
-    present = present_fields(episodes, [*FIELDS, new])
-    batch, padding = microbatch(episodes, present), microbatch([], present)
-    assert batch["echo_alpha"].tolist() == [[2.0] * 5, [2.0] * 4 + [0.25]]
-    assert padding["echo_alpha"].tolist() == [[0.25]]
-    assert padding["echo_alpha"].dtype == batch["echo_alpha"].dtype == torch.float64
+@dataclass(slots=True)
+class Rated(Episode):
+    ratings: Annotated[list[int] | None, PerToken("rating", "int32", -7, "completion")] = None
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"token_logprobs": None},
-        {"ref_logprobs": [-0.5, -1.0], "weight": 0.0},
-        {"loss_mask": [False, True, True, False, True]},
-        {"token_ids": [], "token_logprobs": []},
-        {"policy_version": 3},
-        {"prompt_token_ids": [0, 1, 9]},
-        {"advantage": -2.0, "temperature": 0.1},
-    ],
-)
-def test_a_good_episode_is_valid(changes):
-    validate([episode(**changes)], vocab_size=10, version=3)
+@dataclass(slots=True)
+class Dated(Episode):
+    date: Annotated[float | None, PerToken("dates", "float32", 0.5, "episode")] = None
+
+
+def become(kind, one, **more):
+    """The same episode, of a type that declares more."""
+    return kind(**{field.name: getattr(one, field.name) for field in fields(one)}, **more)
 
 
 @pytest.mark.parametrize(
-    ("changes", "problem"),
+    ("kind", "attribute", "given", "stream", "pad", "dtype", "cut"),
     [
-        ({"prompt_token_ids": []}, "the prompt is empty"),
-        ({"token_ids": [4, 10]}, r"token id 10 lies outside 0\.\.9"),
-        ({"prompt_token_ids": [1, 10, 3]}, r"token id 10 lies outside 0\.\.9"),
-        ({"token_ids": [4, -1]}, "token id -1 is negative"),
-        ({"token_logprobs": [-0.5]}, "generator_logprobs covers 4 tokens of 5"),
-        ({"token_logprobs": [-0.5] * 3}, "generator_logprobs covers 6 tokens of 5"),
-        ({"token_logprobs": [-0.5, NAN]}, "token_logprobs holds a value that is not finite"),
-        ({"token_logprobs": [-0.5, -math.inf]}, "token_logprobs holds a value that is not finite"),
-        ({"ref_logprobs": [-0.5]}, "ref_logprobs covers 4 tokens of 5"),
-        ({"ref_logprobs": [-0.5, NAN]}, "ref_logprobs holds a value that is not finite"),
-        ({"loss_mask": [False, True]}, "loss_mask covers 2 tokens of 5"),
-        ({"loss_mask": [True] * 5}, "loss_mask trains token 0"),
-        ({"advantage": NAN}, "the advantage is nan"),
-        ({"advantage": math.inf}, "the advantage is inf"),
-        ({"weight": NAN}, "the weight is nan"),
-        ({"weight": math.inf}, "the weight is inf"),
-        ({"temperature": 0.0}, r"the temperature is 0\.0; greedy"),
-        ({"temperature": -1.0}, r"the temperature is -1\.0"),
-        ({"temperature": NAN}, "the temperature is nan"),
-        ({"policy_version": 4}, "policy version 4 is newer than the trainer's 3"),
+        (
+            Priced,
+            "prices",
+            [0.1, 0.2, 0.3, 0.4, 0.5],
+            [0.1, 0.2, 0.3, 0.4, 0.5],
+            -1.0,
+            torch.float64,
+            [0.1, 0.2, 0.3, 0.4],
+        ),
+        (Rated, "ratings", [8, 9], [-7, -7, -7, 8, 9], -7, torch.int32, [8]),
+        (Dated, "date", 2.25, [2.25] * 5, 0.5, torch.float32, 2.25),
     ],
 )
-def test_a_bad_episode_is_refused_by_task_and_group(changes, problem):
-    bad = episode(task="chat", group_id="chat/train/3", **changes)
-    with pytest.raises(ValueError, match=problem) as error:
-        validate([episode(), bad], vocab_size=10, version=3)
-    assert "task 'chat', group 'chat/train/3'" in str(error.value)
+def test_a_new_optional_field_is_added_in_exactly_one_place(
+    kind, attribute, given, stream, pad, dtype, cut
+):
+    declared = read_fields(kind)
+    (new,) = [field for field in declared if field.name not in {old.name for old in FIELDS}]
+    assert [field.name for field in declared[:-1]] == [field.name for field in FIELDS]
+    assert new.optional
+
+    one = become(kind, episode(), **{attribute: given})
+    row, padding = row_of([one, one], declared), padding_of([one], declared)
+    assert row[new.name].tolist() == stream * 2
+    assert row[new.name].dtype == padding.streams[new.name].dtype == dtype
+    assert padding.streams[new.name].tolist() == [pad]
+
+    shorter = truncate(one, 4, declared)
+    assert getattr(shorter, attribute) == cut
+    assert row_of([shorter], declared)[new.name].tolist() == stream[:4]
+
+    without = become(kind, episode(task="chat", group_id="chat/3"))
+    assert new.name not in padding_of([without], declared).streams
+    with pytest.raises(ValueError, match=f"'chat', group 'chat/3' has no {new.name}"):
+        present_fields([one, without], declared)
 
 
-def test_a_negative_id_is_refused_without_a_vocabulary_and_without_an_impossible_range():
-    with pytest.raises(ValueError, match="token id") as error:
-        validate([episode(token_ids=[4, -5])])
-    assert "0..-1" not in str(error.value)
+@dataclass(slots=True)
+class Routed(Episode):
+    experts: Annotated[Any | None, PerToken("routed", "uint8", "distinct", "tokens")] = None
 
 
-def test_ids_and_versions_are_unbounded_without_bounds():
-    validate([episode(token_ids=[4, 10**6], policy_version=10**6)])
+@dataclass(slots=True)
+class RoutedCompletion(Episode):
+    experts: Annotated[Any | None, PerToken("routed", "uint8", "distinct", "completion")] = None
 
 
-@pytest.mark.parametrize(
-    ("changes", "needs", "problem"),
-    [
-        ({"token_logprobs": None}, "generator_logprobs", "it has no generator_logprobs, which"),
-        ({"ref_logprobs": None}, "ref_logprobs", "it has no ref_logprobs, which"),
-    ],
-)
-def test_a_field_that_a_setting_needs_is_asked_of_every_episode(changes, needs, problem):
-    wanted = {needs: "trainer.loss.some_term"}
-    validate([full_episode()], needs=wanted)
-    validate([full_episode(**changes)])
-    bad = full_episode(task="chat", group_id="chat/train/3", **changes)
-    with pytest.raises(ValueError, match=f"{problem} trainer.loss.some_term needs") as error:
-        validate([full_episode(), bad], needs=wanted)
-    assert "task 'chat', group 'chat/train/3'" in str(error.value)
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16])
+@pytest.mark.parametrize(("kind", "covered"), [(Routed, 5), (RoutedCompletion, 2)])
+@pytest.mark.parametrize(("layers", "top_k"), [(4, 3), (1, 8), (2, 1)])
+def test_an_array_for_each_token_keeps_its_dtype_and_shape_and_is_padded_with_distinct_values(
+    dtype, kind, covered, layers, top_k
+):
+    declared = read_fields(kind)
+    shape = (covered, layers, top_k)
+    chosen = np.random.default_rng(0).integers(0, 100, shape).astype(dtype)
+    one = become(kind, episode(), experts=chosen)
+    other = become(kind, episode(), experts=chosen + dtype(1))
+    pad = torch.arange(top_k).expand(layers, top_k)
+    prompt = pad.expand(5 - covered, layers, top_k)
+
+    row = row_of([one, other], declared)["routed"]
+    padding = padding_of([one], declared).streams["routed"]
+    assert row.dtype == padding.dtype == torch.from_numpy(chosen).dtype
+    assert row.shape == (10, layers, top_k)
+    expected = torch.from_numpy(chosen).long()
+    assert torch.equal(row.long(), torch.cat([prompt, expected, prompt, expected + 1]))
+    assert torch.equal(padding.long(), pad.unsqueeze(0))
+
+    shorter = truncate(one, 4, declared)
+    assert np.array_equal(shorter.experts, chosen[: covered - 1])
+    assert torch.equal(row_of([shorter], declared)["routed"], row[:4])
 
 
-def test_a_prompt_token_cannot_train_where_logprobs_of_sampled_tokens_are_needed():
-    trains_prompt = full_episode(loss_mask=[False, True, False, True, True])
-    validate([trains_prompt])
-    for field in ("generator_logprobs", "ref_logprobs"):
-        with pytest.raises(ValueError, match=field):
-            validate([trains_prompt], needs={field: "trainer.loss.some_term"})
+def test_padding_does_not_share_its_memory():
+    (routed,) = [f for f in read_fields(Routed) if f.name == "routed"]
+    stream = present_fields(
+        [become(Routed, episode(), experts=np.zeros((5, 2, 3), np.uint8))], [routed]
+    )[0].padding(2)
+    stream[0, 0, 0] = 9
+    assert stream[1, 0, 0] == stream[0, 1, 0] == 0
 
 
 def test_the_tokens_that_train_are_those_of_the_completion_unless_a_mask_says_otherwise():
@@ -220,3 +279,11 @@ def test_the_tokens_that_train_are_those_of_the_completion_unless_a_mask_says_ot
     assert loss_mask(episode(token_ids=[])) == [False, False, False]
     mask = [False, True, False, False, True]
     assert loss_mask(episode(loss_mask=mask)) == mask
+
+
+@pytest.mark.parametrize("length", range(3, 6))
+def test_a_cut_episode_has_the_first_tokens_of_every_stream(length):
+    one = full_episode(loss_mask=[False, True, False, True, False])
+    cut = single(truncate(one, length)).streams
+    for name, stream in single(one).streams.items():
+        torch.testing.assert_close(cut[name], stream[:length], rtol=0, atol=0, equal_nan=True)

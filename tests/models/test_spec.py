@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from torchtitan_rl.models.hf import ModelFolderError, check_parallelism, read_hf_config
 from torchtitan_rl.models.spec import build_on_meta, model_spec
@@ -50,6 +50,23 @@ def test_the_tiny_model_computes_what_transformers_computes(tiny_model, tmp_path
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         logits = titan_model(folder)(tokens=tokens, positions=positions)
+        expected = reference(tokens).logits
+    assert expected.std() > 0.5
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("head_dim", [None, 24])
+def test_a_llama_computes_what_transformers_computes(tmp_path, head_dim):
+    shape = {k: v for k, v in TINY_QWEN3.items() if k not in ("architectures", "model_type")}
+    config = LlamaConfig(**shape | {"vocab_size": 90, "head_dim": head_dim})
+    torch.manual_seed(0)
+    reference = LlamaForCausalLM(config)
+    for weight in reference.parameters():
+        weight.data += torch.randn_like(weight) * (0.3 if weight.dim() == 1 else 0.06)
+    reference.save_pretrained(tmp_path)
+    tokens = torch.randint(0, 90, (2, 30))
+    with torch.no_grad():
+        logits = titan_model(tmp_path)(tokens=tokens, positions=torch.arange(30).expand(2, 30))
         expected = reference(tokens).logits
     assert expected.std() > 0.5
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
@@ -134,9 +151,9 @@ def test_a_folder_without_a_config_is_named(tmp_path):
         ('{"architectures": ', "not valid JSON"),
         ("[]", "config.json"),
         ('"Qwen3ForCausalLM"', "config.json"),
-        (VALID | {"architectures": ["LlamaForCausalLM"]}, "'LlamaForCausalLM'; supported: Qwen3"),
-        (VALID | {"architectures": []}, "'<none>'; supported: Qwen3ForCausalLM"),
-        (without("architectures"), "'<none>'; supported: Qwen3ForCausalLM"),
+        (VALID | {"architectures": ["GPT2LMHeadModel"]}, "'GPT2LMHeadModel'; supported: Llama"),
+        (VALID | {"architectures": []}, "'<none>'; supported: Llama.*Qwen3ForCausalLM"),
+        (without("architectures"), "'<none>'; supported: Llama.*Qwen3ForCausalLM"),
         (without("hidden_size"), "lacks the field 'hidden_size'"),
         (without("intermediate_size"), "lacks the field 'intermediate_size'"),
         (without("num_hidden_layers"), "lacks the field 'num_hidden_layers'"),

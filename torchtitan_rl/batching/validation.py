@@ -1,5 +1,6 @@
 """What an episode must be like: checked on the driver, before any rank sees it."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 
@@ -50,18 +51,17 @@ def _values(episode: Episode, field: Field) -> Iterator[str]:
     values = field.of(episode)
     if values is None:
         return
-    numbers = np.asarray(values)
     if field.covers == "episode":
-        if not np.isfinite(numbers):
+        if not math.isfinite(values):
             yield f"the {field.attribute} is {values}"
         return
-    prompt = len(episode.prompt_token_ids)
-    tokens = episode.length if field.covers == "tokens" else episode.length - prompt
-    if len(numbers) != tokens:
-        yield f"{field.name} has {len(numbers)} values for {tokens} tokens"
-    if numbers.dtype.kind == "f":
-        trains = np.array(loss_mask(episode), dtype=bool)[-tokens:] if tokens else slice(0)
-        if not np.isfinite(numbers[trains]).all():
+    tokens = episode.length if field.covers == "tokens" else len(episode.token_ids)
+    if len(values) != tokens:
+        yield f"{field.name} has {len(values)} values for {tokens} tokens"
+    finite = np.isfinite(values) if field.dtype.startswith("float") else np.array(True)
+    if not finite.all():
+        trains = np.array(loss_mask(episode)[episode.length - tokens :], dtype=bool)
+        if not finite[trains].all():
             yield f"{field.name} holds a value that is not finite"
 
 
