@@ -25,10 +25,15 @@ COMPANION_FILES = (
 """What an HF folder holds beside its weights."""
 
 
+_QWEN3_FIELDS = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
+    *("num_attention_heads", "num_key_value_heads", "rms_norm_eps", "max_position_embeddings"),
+)
 NEEDED_FIELDS = {
-    "Qwen3ForCausalLM": (
-        *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
-        *("num_attention_heads", "num_key_value_heads", "rms_norm_eps", "max_position_embeddings"),
+    "Qwen3ForCausalLM": _QWEN3_FIELDS,
+    "Qwen3MoeForCausalLM": (
+        *_QWEN3_FIELDS,
+        *("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
     ),
 }
 """Architectures that can be trained, and the fields their config.json must have."""
@@ -105,6 +110,26 @@ def rope_theta(config: dict[str, Any]) -> float:
     return float(theta)
 
 
+def moe_layers(config: dict[str, Any]) -> list[int]:
+    """The numbers of the layers with experts; the others, and all of a dense model's, are dense.
+
+    Example:
+        >>> moe_layers({"num_hidden_layers": 4, "num_experts": 8, "mlp_only_layers": [0]})
+        [1, 2, 3]
+        >>> moe_layers({"num_hidden_layers": 4, "num_experts": 8, "decoder_sparse_step": 2})
+        [1, 3]
+    """
+    if not config.get("num_experts"):
+        return []
+    dense = config.get("mlp_only_layers") or []
+    every = config.get("decoder_sparse_step", 1)
+    return [
+        number
+        for number in range(config["num_hidden_layers"])
+        if number not in dense and (number + 1) % every == 0
+    ]
+
+
 def hf_dtype(config: dict[str, Any]) -> torch.dtype:
     """The dtype an HF config gives its weights; older ones call it `torch_dtype`.
 
@@ -120,8 +145,11 @@ def hf_dtype(config: dict[str, Any]) -> torch.dtype:
 
 
 def check_parallelism(hf: dict[str, Any], *, tensor_parallel: int, who: str) -> None:
-    """Tensor parallelism must divide the heads; said here, before any process starts."""
-    for name in ("num_attention_heads", "num_key_value_heads"):
+    """Tensor parallelism must divide heads and experts; said here, before any process starts."""
+    names = ["num_attention_heads", "num_key_value_heads"]
+    if moe_layers(hf):
+        names.append("moe_intermediate_size")
+    for name in names:
         if hf[name] % tensor_parallel:
             raise ValueError(
                 f"{who} tensor parallelism of {tensor_parallel} does not divide the model's "

@@ -1,7 +1,7 @@
 """From an HF folder to a torchtitan ModelSpec: the folder's config.json is the only description.
 
 There is no table of sizes to keep: any folder whose architecture is listed in `ARCHITECTURES`
-trains, from the 0.6M-parameter starting model to Qwen3-14B.
+trains, from the 0.6M-parameter starting model to Qwen3-14B and the mixtures of experts.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,8 @@ from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan.protocols.model_spec import ModelSpec
 
 from torchtitan_rl.models.head import LogprobHead
-from torchtitan_rl.models.hf import read_hf_config, rope_theta
+from torchtitan_rl.models.hf import moe_layers, read_hf_config, rope_theta
+from torchtitan_rl.models.moe import moe_config
 
 
 def model_spec(folder: str | Path) -> ModelSpec:
@@ -55,7 +56,8 @@ def _qwen3(config: dict[str, Any], name: str) -> ModelSpec:
     def norm(size: int) -> RMSNorm.Config:
         return RMSNorm.Config(normalized_shape=size, eps=eps, param_init={"weight": nn.init.ones_})
 
-    def layer() -> Qwen3TransformerBlock.Config:
+    def layer(number: int) -> Qwen3TransformerBlock.Config:
+        sparse = number in moe_layers(config)
         return Qwen3TransformerBlock.Config(
             attention_norm=norm(dim),
             ffn_norm=norm(dim),
@@ -77,7 +79,10 @@ def _qwen3(config: dict[str, Any], name: str) -> ModelSpec:
                 ),
                 qk_norm=norm(head_dim),
             ),
-            feed_forward=make_ffn_config(
+            moe=moe_config(config, linear) if sparse else None,
+            feed_forward=None
+            if sparse
+            else make_ffn_config(
                 dim=dim,
                 hidden_dim=config["intermediate_size"],
                 w1_param_init=linear,
@@ -96,7 +101,7 @@ def _qwen3(config: dict[str, Any], name: str) -> ModelSpec:
             param_init={"weight": skip_param_init if tied else partial(nn.init.normal_, std=0.02)},
         ),
         lm_head=LogprobHead.Config(in_features=dim, out_features=vocab_size, param_init=linear),
-        layers=[layer() for _ in range(config["num_hidden_layers"])],
+        layers=[layer(number) for number in range(config["num_hidden_layers"])],
     )
     return ModelSpec(
         name="qwen3",
@@ -111,4 +116,5 @@ def _qwen3(config: dict[str, Any], name: str) -> ModelSpec:
 
 ARCHITECTURES: dict[str, Callable[[dict[str, Any], str], ModelSpec]] = {
     "Qwen3ForCausalLM": _qwen3,
+    "Qwen3MoeForCausalLM": _qwen3,
 }
