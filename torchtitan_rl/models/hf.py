@@ -89,6 +89,8 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
             f"{path} names the architecture {architecture!r}; "
             f"supported: {', '.join(sorted(NEEDED_FIELDS))}"
         )
+    if "num_local_experts" in config:
+        config.setdefault("num_experts", config["num_local_experts"])  # transformers 5 renames it
     for name in NEEDED_FIELDS[architecture]:
         if name not in config:
             raise ModelFolderError(f"{path} lacks the field {name!r}")
@@ -155,3 +157,12 @@ def check_parallelism(hf: dict[str, Any], *, tensor_parallel: int, who: str) -> 
                 f"{who} tensor parallelism of {tensor_parallel} does not divide the model's "
                 f"{name} ({hf[name]}); choose a divisor of it"
             )
+
+
+def check_experts(hf: dict[str, Any]) -> None:
+    """Only a model with experts has routing to return."""
+    if not moe_layers(hf):
+        raise ValueError(
+            "generator.engine.return_routed_experts is on, but the model has no experts; "
+            "switch it off"
+        )

@@ -25,9 +25,7 @@ class ExactExperts(GroupedExperts):
     class Config(GroupedExperts.Config):
         pass
 
-    def forward(
-        self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
         """The rows come sorted by expert: the first `num_tokens_per_expert_E[0]` are expert 0's."""
         rows = x_RD.split(num_tokens_per_expert_E.tolist())
         # `unbind`, not indexing: its backward pass makes one gradient of all experts, not one each.
