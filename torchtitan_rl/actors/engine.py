@@ -308,7 +308,7 @@ class Engine:
                 for token, position in zip(token_ids, made.logprobs, strict=True)
             ],
             finish_reason=made.finish_reason,
-            routed_experts=self._routing and self._routing.take(output),
+            routed_experts=self._routing.take(output) if self._routing else None,
         )
         call.missing -= 1
         if call.missing == 0 and not call.future.done():

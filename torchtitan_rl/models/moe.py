@@ -45,6 +45,25 @@ def _local(weight: torch.Tensor) -> torch.Tensor:
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
+class Gate(Linear):
+    """A router's gate whose gradient arrives whole under tensor parallelism.
+
+    DTensor would hand it over sharded by rows, and then fail to flatten an odd number of them.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):
+        pass
+
+    # torchtitan shards the argument by its name.
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        logits = super().forward(input)
+        if isinstance(logits, DTensor):
+            # Changes nothing on the way forward, and gathers the gradient on the way back.
+            logits = logits.redistribute(placements=logits.placements)
+        return logits
+
+
 def moe_config(hf: dict[str, Any], linear: dict[str, Callable]) -> MoE.Config:
     """The experts of one layer, from config.json; `linear` initialises their weights.
 
@@ -58,9 +77,7 @@ def moe_config(hf: dict[str, Any], linear: dict[str, Callable]) -> MoE.Config:
         load_balance_coeff=None,
         router=ReplayRouter.Config(
             num_experts=experts,
-            gate=Linear.Config(
-                in_features=dim, out_features=experts, bias=False, param_init=linear
-            ),
+            gate=Gate.Config(in_features=dim, out_features=experts, bias=False, param_init=linear),
             top_k=top_k,
             score_func="softmax",
             route_norm=hf["norm_topk_prob"],
@@ -70,7 +87,7 @@ def moe_config(hf: dict[str, Any], linear: dict[str, Callable]) -> MoE.Config:
                 dim=dim,
                 hidden_dim=hf["moe_intermediate_size"],
                 num_experts=experts,
-                param_init={name: linear["weight"] for name in ("w1_EFD", "w2_EDF", "w3_EFD")},
+                param_init=dict.fromkeys(("w1_EFD", "w2_EDF", "w3_EFD"), linear["weight"]),
             ),
             token_dispatcher=make_token_dispatcher_config(
                 num_experts=experts, top_k=top_k, comm_backend="standard"

@@ -57,10 +57,10 @@ def _placed_like(scores: torch.Tensor, selection: torch.Tensor) -> torch.Tensor:
 def replay(model: nn.Module, routing: torch.Tensor | None) -> Iterator[None]:
     """Replay `routing` in every forward pass, and recomputation of one, inside the block.
 
-    `routing` is [tokens, MoE layers, top_k]: the microbatch's tokens flattened in row order, padding
-    included, and the layers with experts in the order of their numbers (dense layers have no row).
-    None replays nothing, for a microbatch of padding alone. The backward pass belongs inside the
-    block too: activation checkpointing runs the routers again.
+    `routing` is [tokens, MoE layers, top_k] expert numbers: the tokens of the microbatch in row
+    order, padding included; the layers with experts in the order of their numbers (dense ones
+    have no row). None replays nothing, for a microbatch of padding alone. The backward pass belongs
+    inside the block too: activation checkpointing runs the routers again.
 
     Example:
         with replay(model, routing):  # [rows * length, MoE layers, top_k]
