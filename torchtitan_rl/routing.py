@@ -22,4 +22,4 @@ def filler(tokens: int, layers: int, top_k: int, dtype: np.dtype) -> np.ndarray:
         >>> filler(1, 2, 2, np.dtype(np.uint8)).tolist()
         [[[0, 1], [0, 1]]]
     """
-    return np.broadcast_to(np.arange(top_k, dtype=dtype), (tokens, layers, top_k))
+    return np.tile(np.arange(top_k, dtype=dtype), (tokens, layers, 1))

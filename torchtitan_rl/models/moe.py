@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torchtitan.models.common import Linear
 from torchtitan.models.common.config_utils import make_token_dispatcher_config
 from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts
+from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 
 from torchtitan_rl.models.replay import ReplayRouter
 from torchtitan_rl.platform import device_type
@@ -62,6 +64,25 @@ class Gate(Linear):
             # Changes nothing on the way forward, and gathers the gradient on the way back.
             logits = logits.redistribute(placements=logits.placements)
         return logits
+
+
+class ExpertsAdapter(Qwen3StateDictAdapter):
+    """torchtitan 0.3's, which does not know experts that are replicated over a dimension (HSDP)."""
+
+    def _caculate_indices_from_placements(
+        self, dim: int, dim_size: int, dtensor_placements: tuple, device_mesh: DeviceMesh
+    ) -> tuple[int, int]:
+        names = device_mesh.mesh_dim_names or ()
+        sharded = {
+            name: placement
+            for name, placement in zip(names, dtensor_placements, strict=True)
+            if not placement.is_replicate()
+        }
+        if not sharded:
+            return 0, dim_size
+        return super()._caculate_indices_from_placements(
+            dim, dim_size, tuple(sharded.values()), device_mesh[tuple(sharded)]
+        )
 
 
 def moe_config(hf: dict[str, Any], linear: dict[str, Callable]) -> MoE.Config:

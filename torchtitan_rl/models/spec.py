@@ -18,12 +18,11 @@ from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.qwen3 import Qwen3Model, parallelize_qwen3
 from torchtitan.models.qwen3.model import Qwen3TransformerBlock
-from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan.protocols.model_spec import ModelSpec
 
 from torchtitan_rl.models.head import LogprobHead
 from torchtitan_rl.models.hf import moe_layers, read_hf_config, rope_theta
-from torchtitan_rl.models.moe import moe_config
+from torchtitan_rl.models.moe import ExpertsAdapter, moe_config
 
 
 def model_spec(folder: str | Path) -> ModelSpec:
@@ -110,7 +109,7 @@ def _qwen3(config: dict[str, Any], name: str) -> ModelSpec:
         parallelize_fn=parallelize_qwen3,
         pipelining_fn=None,
         post_optimizer_build_fn=None,
-        state_dict_adapter=Qwen3StateDictAdapter,
+        state_dict_adapter=ExpertsAdapter,
     )
 
 
