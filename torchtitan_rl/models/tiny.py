@@ -66,6 +66,16 @@ TINY_QWEN3_MOE = {
 """A mixture of experts whose first layer is dense, as in many large ones."""
 
 
+def tiny_config(experts: int = 0) -> dict[str, Any]:
+    """config.json without its vocabulary: a dense Qwen3, or with `experts` a mixture of them.
+
+    Example:
+        >>> tiny_config(experts=8)["architectures"]
+        ['Qwen3MoeForCausalLM']
+    """
+    return {**TINY_QWEN3_MOE, "num_experts": experts} if experts else TINY_QWEN3
+
+
 def byte_tokenizer() -> Tokenizer:
     """One token a byte, then the chat tokens; ids are stable: byte alphabet sorted, then specials.
 
@@ -96,7 +106,7 @@ def write_tiny_model(
     # A multiple of 16 keeps the GEMM of the output layer aligned.
     vocab_size = -(-tokenizer.get_vocab_size() // 16) * 16
     config = {
-        **({**TINY_QWEN3_MOE, "num_experts": experts} if experts else TINY_QWEN3),
+        **tiny_config(experts),
         "vocab_size": vocab_size,
         "bos_token_id": special["<|endoftext|>"],
         "eos_token_id": end_ids[0],
