@@ -68,6 +68,7 @@ async def test_a_model_that_is_there_is_used_as_it_is(tmp_path):
         ({"thinking": True}, False),
         ({"task": SumDigits.Config(max_numbers=3)}, False),
         ({"warm_start": WarmStartConfig(lr=1e-3)}, False),
+        ({"warm_start": WarmStartConfig(experts=8)}, False),
     ],
     ids=str,
 )

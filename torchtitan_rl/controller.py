@@ -28,7 +28,7 @@ from torchtitan_rl.batching.overlong import limit_length
 from torchtitan_rl.batching.reduction import weigh
 from torchtitan_rl.batching.validation import validate
 from torchtitan_rl.config import RunConfig
-from torchtitan_rl.models.hf import check_parallelism, read_hf_config
+from torchtitan_rl.models.hf import check_experts, check_parallelism, read_hf_config
 from torchtitan_rl.models.render import ChatRenderer
 from torchtitan_rl.observability.console import (
     StepProgress,
@@ -76,6 +76,8 @@ class Controller(Configurable):
             ("reference", config.reference.parallelism.tensor_parallel_degree),
         ):
             check_parallelism(hf_config, tensor_parallel=degree, who=who)
+        if config.generator.engine.return_routed_experts:
+            check_experts(hf_config)
         self.vocab_size: int = hf_config["vocab_size"]
         self.hidden_size: int = hf_config["hidden_size"]
         self.needs = config.trainer.loss.needs()

@@ -125,7 +125,12 @@ def check(config: Controller.Config) -> None:
         trial = config
         if not config.model and config.warm_start and not config.model_folder.exists():
             # The model that the warm start will make has this shape.
-            stand_in = write_tiny_model(Path(temporary) / "model", seed=0, weights=False)
+            stand_in = write_tiny_model(
+                Path(temporary) / "model",
+                seed=0,
+                weights=False,
+                experts=config.warm_start.experts,
+            )
             trial = replace(config, model=str(stand_in))
         controller = Controller(trial)
     controller.folder.changes(config.resolved().to_dict())

@@ -2,7 +2,9 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
+
+import numpy as np
 
 FinishReason = Literal["stop", "length", "abort"]
 Covers = Literal["tokens", "completion", "episode"]
@@ -50,8 +52,9 @@ class Completion:
     """log p(token) under the distribution that was sampled from, i.e. after temperature; None when
     `SamplingConfig.logprobs` is off."""
     finish_reason: FinishReason
-    routed_experts: Any | None = None
-    """[tokens, layers, top_k] experts the router chose; only for router replay."""
+    routed_experts: np.ndarray | None = None
+    """[prompt + completion tokens, layers with experts, top_k] experts the router chose, numbered
+    in uint8 (int16 beyond 256 experts); None unless `EngineConfig.return_routed_experts`."""
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ from torchtitan_rl.actors.engine import SamplingConfig
 from torchtitan_rl.actors.trainer import OptimizerConfig
 from torchtitan_rl.algorithms.advantage import AdvantageConfig
 from torchtitan_rl.algorithms.objective import LossConfig
-from torchtitan_rl.models.tiny import TINY_QWEN3, write_tiny_model
+from torchtitan_rl.models.tiny import tiny_config, write_tiny_model
 from torchtitan_rl.observability.console import StepProgress, console
 from torchtitan_rl.tasks.task import Task
 from torchtitan_rl.types import Episode
@@ -54,6 +54,8 @@ class WarmStartConfig:
     """Learning rate after warm-up."""
     warmup_steps: int = 20
     """Steps in which the learning rate rises to `lr`."""
+    experts: int = 0
+    """Make it a mixture of so many experts, two for each token; 0 makes it dense."""
     cache_dir: str = "outputs/models"
     """Where starting models are kept."""
 
@@ -64,6 +66,10 @@ class WarmStartConfig:
             )
         if min(self.steps, self.demonstrations_per_step, self.evaluate_every) < 1:
             raise ValueError("warm_start counts must be at least 1")
+        if self.experts < 0 or self.experts == 1:
+            raise ValueError(
+                f"warm_start.experts must be 0 (dense) or at least 2; got {self.experts}"
+            )
 
     def folder(self, task: Task.Config, *, seed: int, thinking: bool) -> Path:
         """Where the model of these settings lives: other settings, or a task whose code has
@@ -72,11 +78,12 @@ class WarmStartConfig:
             "warm_start": asdict(self),
             "task": task.to_dict(),
             "code": _source(type(task)._owner),
-            "model": TINY_QWEN3,
+            "model": tiny_config(self.experts),
             "thinking": thinking,
             "seed": seed,
         }
-        settings["warm_start"].pop("cache_dir")
+        for name in ("cache_dir", "experts"):
+            settings["warm_start"].pop(name)
         digest = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=4)
         return Path(self.cache_dir) / f"tiny-{task.name}-seed{seed}-{digest.hexdigest()}"
 
@@ -97,7 +104,7 @@ async def ensure_starting_model(config: "Controller.Config", stop_signals) -> No
     folder = config.model_folder
     console.print(f"making the starting model {folder.name} (kept for the next runs)")
     with work_folder(folder) as work:
-        write_tiny_model(work / "random", seed=config.seed)
+        write_tiny_model(work / "random", seed=config.seed, experts=config.warm_start.experts)
         controller = Controller(supervised(config, work))
         with stop_signals(controller):
             async with controller:
@@ -133,7 +140,7 @@ def work_folder(folder: Path) -> Iterator[Path]:
 
 def supervised(config: "Controller.Config", work: Path) -> "Controller.Config":
     """The run as one of imitation. What it does with samples and advantages has no part in it."""
-    warm, sampling = config.warm_start, config.generator.sampling
+    warm, sampling, engine = config.warm_start, config.generator.sampling, config.generator.engine
     assert warm is not None
     return replace(
         config,
@@ -143,6 +150,7 @@ def supervised(config: "Controller.Config", work: Path) -> "Controller.Config":
         generator=replace(
             config.generator,
             sampling=SamplingConfig(max_tokens=sampling.max_tokens, stop=sampling.stop),
+            engine=replace(engine, return_routed_experts=False),
         ),
         advantage=AdvantageConfig(name="reward"),
         trainer=replace(

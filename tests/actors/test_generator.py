@@ -31,6 +31,7 @@ async def test_completions_are_flat_and_ordered_by_prompt_then_sample(generator)
         assert len(c.token_ids) == len(c.token_logprobs) <= 8
         assert all(math.isfinite(x) and x <= 0 for x in c.token_logprobs)
         assert c.finish_reason in ("stop", "length")
+        assert c.routed_experts is None
     assert completions[0].prompt_token_ids == PROMPT
 
 

@@ -1,13 +1,12 @@
 """From config.json to a torchtitan model: same function, same parameters, clear refusals."""
 
 import json
-import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from tests.models.support import forward, noisy_copy, titan_model
 from torchtitan_rl.models.hf import ModelFolderError, check_parallelism, read_hf_config
 from torchtitan_rl.models.spec import build_on_meta, model_spec
 from torchtitan_rl.models.tiny import TINY_QWEN3
@@ -25,31 +24,12 @@ def without(*names):
     return {key: value for key, value in VALID.items() if key not in names}
 
 
-def titan_model(folder):
-    """torchtitan's model with the folder's weights, on the CPU."""
-    spec = model_spec(folder)
-    model = build_on_meta(spec).to_empty(device="cpu")
-    with torch.no_grad():
-        model.init_weights()
-    adapter = spec.state_dict_adapter(spec.model, str(folder))
-    model.load_state_dict(adapter.from_hf(load_file(folder / "model.safetensors")))
-    return model
-
-
 def test_the_tiny_model_computes_what_transformers_computes(tiny_model, tmp_path):
-    folder = shutil.copytree(tiny_model, tmp_path / "model")
-    torch.manual_seed(0)
-    # Noise on every weight: at their initial values the norms are ones, and not told apart.
-    noisy = {
-        name: weight + torch.randn_like(weight) * (0.3 if weight.dim() == 1 else 0.06)
-        for name, weight in load_file(folder / "model.safetensors").items()
-    }
-    save_file(noisy, folder / "model.safetensors")
+    folder = noisy_copy(tiny_model, tmp_path / "model")
     tokens = torch.randint(0, 265, (3, 70))
-    positions = torch.arange(70).expand(3, 70)
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
-        logits = titan_model(folder)(tokens=tokens, positions=positions)
+        logits = forward(titan_model(folder), tokens)
         expected = reference(tokens).logits
     assert expected.std() > 0.5
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)

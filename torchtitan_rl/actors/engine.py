@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchtitan_rl.actors.routing import RoutingSource, engine_options, make_routing_source
 from torchtitan_rl.platform import Dtype, device_type, resolve_dtype
 from torchtitan_rl.types import Completion
 from torchtitan_rl.weight_sync.handle import WeightHandle
@@ -92,6 +93,8 @@ class EngineConfig:
     """Memory of the KV cache."""
     enforce_eager: bool = False
     """Skip torch.compile and CUDA graphs. Always on for a CPU."""
+    return_routed_experts: bool = False
+    """Return the experts each token went to, for router replay; mixtures of experts only."""
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "block_size", "kv_cache_gib"):
@@ -138,6 +141,7 @@ class Engine:
         self._slots: dict[str, tuple[_Call, int, int]] = {}
         self._ids = itertools.count()
         self._dead: BaseException | None = None
+        self._routing: RoutingSource | None = None
         self.policy_version = 0
         started: Future[None] = Future()
         self._thread = threading.Thread(
@@ -206,6 +210,8 @@ class Engine:
         try:
             self._engine = build_llm_engine(self._model, self._config, self._tensor_parallel)
             self._tokenizer = self._engine.get_tokenizer()
+            if self._config.return_routed_experts:
+                self._routing = make_routing_source(self._engine, self._model)
         except BaseException as error:
             started.set_exception(error)
             return
@@ -302,6 +308,7 @@ class Engine:
                 for token, position in zip(token_ids, made.logprobs, strict=True)
             ],
             finish_reason=made.finish_reason,
+            routed_experts=self._routing.take(output) if self._routing else None,
         )
         call.missing -= 1
         if call.missing == 0 and not call.future.done():
@@ -319,6 +326,8 @@ class Engine:
         for request_id in call.request_ids:
             self._slots.pop(request_id, None)
         self._engine.abort_request(call.request_ids)
+        if self._routing:
+            self._routing.drop(call.request_ids)
 
     def _swap(self, handle: WeightHandle) -> None:
         try:
@@ -363,9 +372,13 @@ def build_llm_engine(model: str, config: EngineConfig, tensor_parallel: int) -> 
         enforce_eager=config.enforce_eager or device_type() == "cpu",
         # After temperature (and nothing else: the trainer divides its logits the same way).
         logprobs_mode="processed_logprobs",
-        worker_extension_cls="torchtitan_rl.actors.vllm_worker.WeightPuller",
+        worker_extension_cls="torchtitan_rl.actors.vllm_worker.WorkerExtension",
         disable_log_stats=True,
         enable_prefix_caching=True,
+        # On a CPU vLLM dies when it prefills a prompt with a seed in parts: it then sets back the
+        # generator's offset, which a CPU's has not. Whole prompts always fit the batch.
+        enable_chunked_prefill=device_type() != "cpu",
         trust_remote_code=False,
+        **(engine_options() if config.return_routed_experts else {}),
     )
     return LLMEngine.from_engine_args(args)

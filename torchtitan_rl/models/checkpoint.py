@@ -92,8 +92,11 @@ class Checkpoints:
     def hf_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The full weights under their HF names, one at a time."""
         with torch.no_grad():
-            for name, tensor in self._adapter.to_hf(self._model.state_dict()).items():
-                yield name, (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
+            for name, tensor in self._model.state_dict().items():
+                # Gathered before it is named: the adapter splits experts, and of sharded ones it
+                # would name only those of this rank.
+                full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+                yield from self._adapter.to_hf({name: full}).items()
 
     def export_hf(self, folder: Path, *, source: Path) -> None:
         """Write an HF folder that transformers and vLLM load, whole or not at all.

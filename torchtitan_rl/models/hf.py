@@ -25,13 +25,17 @@ COMPANION_FILES = (
 """What an HF folder holds beside its weights."""
 
 
-_DENSE = (
+_LLAMA_FIELDS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "model_type"),
     *("num_attention_heads", "num_key_value_heads", "rms_norm_eps", "max_position_embeddings"),
 )
 NEEDED_FIELDS = {
-    "Qwen3ForCausalLM": (*_DENSE, "head_dim"),
-    "LlamaForCausalLM": _DENSE,
+    "LlamaForCausalLM": _LLAMA_FIELDS,
+    "Qwen3ForCausalLM": (*_LLAMA_FIELDS, "head_dim"),
+    "Qwen3MoeForCausalLM": (
+        *(*_LLAMA_FIELDS, "head_dim"),
+        *("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
+    ),
 }
 """Architectures that can be trained, and the fields their config.json must have."""
 
@@ -86,6 +90,8 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
             f"{path} names the architecture {architecture!r}; "
             f"supported: {', '.join(sorted(NEEDED_FIELDS))}"
         )
+    if "num_local_experts" in config:
+        config.setdefault("num_experts", config["num_local_experts"])  # transformers 5 renames it
     for name in NEEDED_FIELDS[architecture]:
         if name not in config:
             raise ModelFolderError(f"{path} lacks the field {name!r}")
@@ -111,6 +117,26 @@ def head_size(config: dict[str, Any]) -> int:
     return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
 
 
+def moe_layers(config: dict[str, Any]) -> list[int]:
+    """The numbers of the layers with experts; the others, and all of a dense model's, are dense.
+
+    Example:
+        >>> moe_layers({"num_hidden_layers": 4, "num_experts": 8, "mlp_only_layers": [0]})
+        [1, 2, 3]
+        >>> moe_layers({"num_hidden_layers": 4, "num_experts": 8, "decoder_sparse_step": 2})
+        [1, 3]
+    """
+    if not config.get("num_experts"):
+        return []
+    dense = config.get("mlp_only_layers") or []
+    every = config.get("decoder_sparse_step", 1)
+    return [
+        number
+        for number in range(config["num_hidden_layers"])
+        if number not in dense and (number + 1) % every == 0
+    ]
+
+
 def hf_dtype(config: dict[str, Any]) -> torch.dtype:
     """The dtype an HF config gives its weights; older ones call it `torch_dtype`.
 
@@ -126,10 +152,22 @@ def hf_dtype(config: dict[str, Any]) -> torch.dtype:
 
 
 def check_parallelism(hf: dict[str, Any], *, tensor_parallel: int, who: str) -> None:
-    """Tensor parallelism must divide the heads; said here, before any process starts."""
-    for name in ("num_attention_heads", "num_key_value_heads"):
+    """Tensor parallelism must divide heads and experts; said here, before any process starts."""
+    names = ["num_attention_heads", "num_key_value_heads"]
+    if moe_layers(hf):
+        names.append("moe_intermediate_size")
+    for name in names:
         if hf[name] % tensor_parallel:
             raise ValueError(
                 f"{who} tensor parallelism of {tensor_parallel} does not divide the model's "
                 f"{name} ({hf[name]}); choose a divisor of it"
             )
+
+
+def check_experts(hf: dict[str, Any]) -> None:
+    """Only a model with experts has routing to return."""
+    if not moe_layers(hf):
+        raise ValueError(
+            "generator.engine.return_routed_experts is on, but the model has no experts; "
+            "switch it off"
+        )

@@ -1,7 +1,7 @@
 """From an HF folder to a torchtitan ModelSpec: the folder's config.json is the only description.
 
 There is no table of sizes to keep: any folder whose architecture is listed in `ARCHITECTURES`
-trains, from the 0.6M-parameter starting model to Qwen3-14B.
+trains, from the 0.6M-parameter starting model to Qwen3-14B and the mixtures of experts.
 """
 
 from collections.abc import Callable
@@ -18,13 +18,13 @@ from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.qwen3 import Qwen3Model, parallelize_qwen3
 from torchtitan.models.qwen3.model import Qwen3TransformerBlock
-from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 
 from torchtitan_rl.models.attention import PackedAttention
 from torchtitan_rl.models.head import LogprobHead
-from torchtitan_rl.models.hf import head_size, read_hf_config, rope_theta
+from torchtitan_rl.models.hf import head_size, moe_layers, read_hf_config, rope_theta
+from torchtitan_rl.models.moe import ExpertsAdapter, moe_config
 from torchtitan_rl.platform import device_type
 
 
@@ -46,8 +46,8 @@ def build_on_meta(spec: ModelSpec) -> nn.Module:
         return spec.model.build()
 
 
-def _dense(config: dict[str, Any], name: str) -> ModelSpec:
-    """A plain decoder: Qwen3, or Llama, which is a Qwen3 that does not normalise q and k."""
+def _decoder(config: dict[str, Any], name: str) -> ModelSpec:
+    """Qwen3, with or without experts, or Llama, which is one that does not normalise q and k."""
     dim, vocab_size = config["hidden_size"], config["vocab_size"]
     eps, head_dim = config["rms_norm_eps"], head_size(config)
     linear: dict[str, Callable] = {
@@ -59,7 +59,8 @@ def _dense(config: dict[str, Any], name: str) -> ModelSpec:
     def norm(size: int) -> RMSNorm.Config:
         return RMSNorm.Config(normalized_shape=size, eps=eps, param_init={"weight": nn.init.ones_})
 
-    def layer() -> Qwen3TransformerBlock.Config:
+    def layer(number: int) -> Qwen3TransformerBlock.Config:
+        sparse = number in moe_layers(config)
         return Qwen3TransformerBlock.Config(
             attention_norm=norm(dim),
             ffn_norm=norm(dim),
@@ -77,9 +78,12 @@ def _dense(config: dict[str, Any], name: str) -> ModelSpec:
                     max_seq_len=config["max_position_embeddings"],
                     theta=rope_theta(config),
                 ),
-                qk_norm=norm(head_dim) if config["model_type"] == "qwen3" else None,
+                qk_norm=None if config["model_type"] == "llama" else norm(head_dim),
             ),
-            feed_forward=make_ffn_config(
+            moe=moe_config(config, linear) if sparse else None,
+            feed_forward=None
+            if sparse
+            else make_ffn_config(
                 dim=dim,
                 hidden_dim=config["intermediate_size"],
                 w1_param_init=linear,
@@ -98,7 +102,7 @@ def _dense(config: dict[str, Any], name: str) -> ModelSpec:
             param_init={"weight": skip_param_init if tied else partial(nn.init.normal_, std=0.02)},
         ),
         lm_head=LogprobHead.Config(in_features=dim, out_features=vocab_size, param_init=linear),
-        layers=[layer() for _ in range(config["num_hidden_layers"])],
+        layers=[layer(number) for number in range(config["num_hidden_layers"])],
     )
     return ModelSpec(
         name="qwen3",
@@ -107,7 +111,7 @@ def _dense(config: dict[str, Any], name: str) -> ModelSpec:
         parallelize_fn=parallelize_qwen3,
         pipelining_fn=None,
         post_optimizer_build_fn=None,
-        state_dict_adapter=Qwen3StateDictAdapter,
+        state_dict_adapter=ExpertsAdapter,
     )
 
 
@@ -117,6 +121,7 @@ def _packed_attention() -> Module.Config:
 
 
 ARCHITECTURES: dict[str, Callable[[dict[str, Any], str], ModelSpec]] = {
-    "Qwen3ForCausalLM": _dense,
-    "LlamaForCausalLM": _dense,
+    "LlamaForCausalLM": _decoder,
+    "Qwen3ForCausalLM": _decoder,
+    "Qwen3MoeForCausalLM": _decoder,
 }

@@ -53,6 +53,28 @@ TINY_QWEN3 = {
     "dtype": "float32",
 }
 
+TINY_QWEN3_MOE = {
+    **TINY_QWEN3,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 96,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [0],
+}
+"""A mixture of experts whose first layer is dense, as in many large ones."""
+
+
+def tiny_config(experts: int = 0) -> dict[str, Any]:
+    """config.json without its vocabulary: a dense Qwen3, or with `experts` a mixture of them.
+
+    Example:
+        >>> tiny_config(experts=8)["architectures"]
+        ['Qwen3MoeForCausalLM']
+    """
+    return {**TINY_QWEN3_MOE, "num_experts": experts} if experts else TINY_QWEN3
+
 
 def byte_tokenizer() -> Tokenizer:
     """One token a byte, then the chat tokens; ids are stable: byte alphabet sorted, then specials.
@@ -71,15 +93,20 @@ def byte_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def write_tiny_model(folder: str | Path, *, seed: int, weights: bool = True) -> Path:
-    """Write a randomly initialised tiny Qwen3 as an HF folder; one seed, always the same bytes."""
+def write_tiny_model(
+    folder: str | Path, *, seed: int, weights: bool = True, experts: int = 0
+) -> Path:
+    """Write a randomly initialised tiny Qwen3 as an HF folder; one seed, always the same bytes.
+
+    With `experts` it is a Qwen3-MoE with that many of them in every layer but the first.
+    """
     tokenizer = byte_tokenizer()
     special = {token: tokenizer.token_to_id(token) for token in CHAT_TOKENS}
     end_ids = [special["<|im_end|>"], special["<|endoftext|>"]]
     # A multiple of 16 keeps the GEMM of the output layer aligned.
     vocab_size = -(-tokenizer.get_vocab_size() // 16) * 16
     config = {
-        **TINY_QWEN3,
+        **tiny_config(experts),
         "vocab_size": vocab_size,
         "bos_token_id": special["<|endoftext|>"],
         "eos_token_id": end_ids[0],

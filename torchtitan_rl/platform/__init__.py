@@ -8,6 +8,7 @@ import importlib.util
 import os
 import sys
 import types
+import warnings
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, Literal
@@ -109,6 +110,8 @@ def adapt_torchtitan() -> None:
     """
     if device_type() == "cpu":
         torch._utils._get_available_device_type = lambda: "cpu"
+        # Its routers ask for fp32 by autocast, which a CPU cannot do and need not: it computes so.
+        warnings.filterwarnings("ignore", "In CPU autocast, but the target dtype")
     if importlib.util.find_spec("triton") is None:
         sys.modules.setdefault(_TRITON_KERNELS, _NeedsTriton(_TRITON_KERNELS))
 

@@ -1,0 +1,117 @@
+"""The mixture of experts of a layer, as torchtitan's: exact on a CPU, its own kernels on a GPU."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torchtitan.models.common import Linear
+from torchtitan.models.common.config_utils import make_token_dispatcher_config
+from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts
+from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
+
+from torchtitan_rl.models.replay import ReplayRouter
+from torchtitan_rl.platform import device_type
+
+
+class ExactExperts(GroupedExperts):
+    """Computes in the dtype of its input, expert by expert.
+
+    torchtitan's own casts everything to bfloat16 for a grouped GEMM that only a GPU has.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GroupedExperts.Config):
+        pass
+
+    def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
+        """The rows come sorted by expert: the first `num_tokens_per_expert_E[0]` are expert 0's."""
+        rows = x_RD.split(num_tokens_per_expert_E.tolist())
+        # `unbind`, not indexing: its backward pass makes one gradient of all experts, not one each.
+        weights = zip(*(_local(w).unbind() for w in self._weights()), strict=True)
+        return torch.cat(
+            [
+                F.linear(F.silu(F.linear(x, w1)) * F.linear(x, w3), w2)
+                for x, (w1, w2, w3) in zip(rows, weights, strict=True)
+            ]
+        )
+
+    def _weights(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.w1_EFD, self.w2_EDF, self.w3_EFD
+
+
+def _local(weight: torch.Tensor) -> torch.Tensor:
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+class Gate(Linear):
+    """A router's gate whose gradient arrives whole under tensor parallelism.
+
+    DTensor would hand it over sharded by rows, and then fail to flatten an odd number of them.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):
+        pass
+
+    # torchtitan shards the argument by its name.
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        logits = super().forward(input)
+        if isinstance(logits, DTensor):
+            # Changes nothing on the way forward, and gathers the gradient on the way back.
+            logits = logits.redistribute(placements=logits.placements)
+        return logits
+
+
+class ExpertsAdapter(Qwen3StateDictAdapter):
+    """torchtitan 0.3's, which does not know experts that are replicated over a dimension (HSDP)."""
+
+    def _caculate_indices_from_placements(
+        self, dim: int, dim_size: int, dtensor_placements: tuple, device_mesh: DeviceMesh
+    ) -> tuple[int, int]:
+        names = device_mesh.mesh_dim_names or ()
+        sharded = {
+            name: placement
+            for name, placement in zip(names, dtensor_placements, strict=True)
+            if not placement.is_replicate()
+        }
+        if not sharded:
+            return 0, dim_size
+        return super()._caculate_indices_from_placements(
+            dim, dim_size, tuple(sharded.values()), device_mesh[tuple(sharded)]
+        )
+
+
+def moe_config(hf: dict[str, Any], linear: dict[str, Callable]) -> MoE.Config:
+    """The experts of one layer, from config.json; `linear` initialises their weights.
+
+    Without torchtitan's load-balancing bias: it would change the policy behind the loss's back, and
+    the generator does not know it.
+    """
+    dim, experts, top_k = hf["hidden_size"], hf["num_experts"], hf["num_experts_per_tok"]
+    make_experts = ExactExperts.Config if device_type() == "cpu" else GroupedExperts.Config
+    return MoE.Config(
+        num_experts=experts,
+        load_balance_coeff=None,
+        router=ReplayRouter.Config(
+            num_experts=experts,
+            gate=Gate.Config(in_features=dim, out_features=experts, bias=False, param_init=linear),
+            top_k=top_k,
+            score_func="softmax",
+            route_norm=hf["norm_topk_prob"],
+        ),
+        routed_experts=RoutedExperts.Config(
+            inner_experts=make_experts(
+                dim=dim,
+                hidden_dim=hf["moe_intermediate_size"],
+                num_experts=experts,
+                param_init=dict.fromkeys(("w1_EFD", "w2_EDF", "w3_EFD"), linear["weight"]),
+            ),
+            token_dispatcher=make_token_dispatcher_config(
+                num_experts=experts, top_k=top_k, comm_backend="standard"
+            ),
+        ),
+    )

@@ -1,0 +1,120 @@
+"""Router replay: the trainer takes the experts the generator chose, and weighs them itself.
+
+A tiny difference in rounding, or a policy a step older, sends a token to other experts, and its
+logprob jumps. With replay only the *selection* is the generator's; the scores come from the live
+router, so its gate still learns.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+from torchtitan.models.common.moe import TokenChoiceTopKRouter
+
+
+class ReplayRouter(TokenChoiceTopKRouter):
+    """torchtitan's router, which takes its selection from `selection` when there is one."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(TokenChoiceTopKRouter.Config):
+        pass
+
+    selection: torch.Tensor | None = None
+    """[tokens, top_k] experts of the microbatch under way, in row order; set by `replay`."""
+
+    def forward(
+        self, x_BLD: torch.Tensor, expert_bias_E: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        scores, chosen, all_scores = super().forward(x_BLD, expert_bias_E)
+        if self.selection is None:
+            return scores, chosen, all_scores
+        rows, length, _ = all_scores.shape
+        if len(self.selection) != rows * length:
+            raise ValueError(
+                f"routing to replay has {len(self.selection)} tokens; the forward pass has "
+                f"{rows} rows of {length}"
+            )
+        chosen = _placed_like(all_scores, self.selection.view(rows, length, self.top_k))
+        scores = all_scores.gather(dim=-1, index=chosen)
+        if self.route_norm:
+            scores = scores / (scores.sum(dim=-1, keepdim=True) + 1e-20)
+        return scores * self.route_scale, chosen, all_scores
+
+
+def _placed_like(scores: torch.Tensor, selection: torch.Tensor) -> torch.Tensor:
+    if not isinstance(scores, DTensor):
+        return selection
+    # Every rank has the whole selection, so it takes its part without communication.
+    mesh = scores.device_mesh
+    whole = DTensor.from_local(selection, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return whole.redistribute(placements=scores.placements)
+
+
+@contextmanager
+def replay(model: nn.Module, routing: torch.Tensor | None) -> Iterator[None]:
+    """Replay `routing` in every forward pass, and recomputation of one, inside the block.
+
+    `routing` is [tokens, MoE layers, top_k] expert numbers: the tokens of the microbatch in row
+    order, padding included; the layers with experts in the order of their numbers (dense ones
+    have no row). None replays nothing, for a microbatch of padding alone. The backward pass belongs
+    inside the block too: activation checkpointing runs the routers again.
+
+    Example:
+        with replay(model, routing):  # [rows * length, MoE layers, top_k]
+            loss(model(tokens, positions)).backward()
+    """
+    routers = find_routers(model)
+    _clear(routers)
+    try:
+        if routing is not None:
+            _check(routers, routing)
+            device = next(model.parameters()).device
+            selections = routing.to(device, torch.int64).unbind(dim=1)
+            for router, selection in zip(routers, selections, strict=True):
+                router.selection = selection.contiguous()
+        yield
+    finally:
+        _clear(routers)
+
+
+def find_routers(model: nn.Module) -> list[ReplayRouter]:
+    """The routers of a torchtitan model in the order of their layers' numbers.
+
+    By type, not by name: activation checkpointing puts names of its own in between.
+    """
+    layers = sorted(model.get_submodule("layers").named_children(), key=lambda item: int(item[0]))
+    return [
+        module
+        for _, layer in layers
+        for module in layer.modules()
+        if isinstance(module, ReplayRouter)
+    ]
+
+
+def _clear(routers: list[ReplayRouter]) -> None:
+    for router in routers:
+        router.selection = None
+
+
+def _check(routers: list[ReplayRouter], routing: torch.Tensor) -> None:
+    if not routers:
+        raise ValueError("the model has no experts: there is no routing to replay")
+    layers, top_k, experts = len(routers), routers[0].top_k, routers[0].num_experts
+    if routing.dim() != 3 or routing.shape[1:] != (layers, top_k):
+        raise ValueError(
+            f"routing to replay has the shape {tuple(routing.shape)}; the model needs "
+            f"[tokens, {layers} layers with experts, top {top_k}]"
+        )
+    if routing.dtype.is_floating_point or routing.dtype == torch.bool:
+        raise ValueError(f"routing to replay must hold expert numbers; got {routing.dtype}")
+    ordered = routing.to(torch.int64).sort(dim=-1).values
+    if len(ordered) and (ordered.min() < 0 or ordered.max() >= experts):
+        raise ValueError(f"routing to replay names experts outside 0..{experts - 1}")
+    if (ordered[..., 1:] == ordered[..., :-1]).any():
+        raise ValueError(
+            "routing to replay names an expert twice for one token; fill padding with "
+            "torchtitan_rl.routing.filler"
+        )
