@@ -4,6 +4,8 @@
 command line. Put a `config_registry.py` of your own in the folder you work in.
 """
 
+from dataclasses import replace
+
 from torchtitan_rl.actors.engine import EngineConfig, SamplingConfig
 from torchtitan_rl.actors.generator import VLLMGenerator
 from torchtitan_rl.actors.trainer import OptimizerConfig, Trainer, annealed_lr, constant_lr
@@ -36,6 +38,16 @@ def grpo_sum_digits_tiny() -> Controller.Config:
         advantage=AdvantageConfig(name="maxrl"),
         evaluation=EvaluationConfig(every=15, prompts=200),
         thinking=True,  # the empty thought would be a fifth of the prompt
+    )
+
+
+def grpo_sum_digits_moe_tiny() -> Controller.Config:
+    """The same with a mixture of 8 experts, which the trainer routes as the generator did."""
+    config = grpo_sum_digits_tiny()
+    return replace(
+        config,
+        warm_start=WarmStartConfig(experts=8),
+        trainer=replace(config.trainer, router_replay=True),
     )
 
 

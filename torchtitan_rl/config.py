@@ -142,15 +142,22 @@ class RunConfig(Configurable.Config):
 
     def resolved(self) -> Self:
         """With what a part needs switched on; `notices` says so."""
-        if self.trainer.loss.needs().get("generator_logprobs"):
-            sampling = replace(self.generator.sampling, logprobs=True)
-            return replace(self, generator=replace(self.generator, sampling=sampling))
-        return self
+        sampling, engine = self.generator.sampling, self.generator.engine
+        if "generator_logprobs" in self.needs():
+            sampling = replace(sampling, logprobs=True)
+        if "routed_experts" in self.needs():
+            engine = replace(engine, return_routed_experts=True)
+        return replace(self, generator=replace(self.generator, sampling=sampling, engine=engine))
+
+    def needs(self) -> dict[str, str]:
+        """Optional fields of an episode that must be there, each with the setting that needs it."""
+        replay = {"routed_experts": "trainer.router_replay"} if self.trainer.router_replay else {}
+        return {**self.trainer.loss.needs(), **replay}
 
     def notices(self) -> list[str]:
         """What the user should know about these settings before the run starts."""
         notices = self.trainer.loss.notices()
-        needs = self.trainer.loss.needs().get("generator_logprobs")
+        needs = self.needs().get("generator_logprobs")
         if needs and not self.generator.sampling.logprobs:
             notices.append(f"{needs} needs the generator's logprobs: recording is switched on")
         return notices

@@ -80,7 +80,7 @@ class Controller(Configurable):
             check_experts(hf_config)
         self.vocab_size: int = hf_config["vocab_size"]
         self.hidden_size: int = hf_config["hidden_size"]
-        self.needs = config.trainer.loss.needs()
+        self.needs = config.needs()
         self.folder = RunFolder(Path(config.output_dir) / config.run_name, resume=config.resume)
         self.task: Task = config.task.build(seed=config.seed)
         self.renderer = ChatRenderer(config.model_folder, thinking=config.thinking)

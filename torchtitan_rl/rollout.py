@@ -40,6 +40,7 @@ def make_episodes(
                     task=task,
                     group_id=group.id,
                     temperature=temperature,
+                    routed_experts=completion.routed_experts,
                 )
             )
     return episodes

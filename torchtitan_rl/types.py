@@ -96,6 +96,10 @@ class Episode:
         list[float] | None, PerToken("ref_logprobs", "float32", math.nan, "completion")
     ] = None
     """Logprobs of `token_ids` under the frozen reference model, when there is one."""
+    routed_experts: Annotated[
+        np.ndarray | None, PerToken("routed_experts", "uint8", "distinct", "tokens")
+    ] = None
+    """The experts each token went to in the generator, as in `Completion`; for router replay."""
     loss_mask: list[bool] | None = None
     """Which tokens of prompt and completion train; None: all of `token_ids`, none of the prompt."""
 

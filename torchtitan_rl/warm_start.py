@@ -157,6 +157,7 @@ def supervised(config: "Controller.Config", work: Path) -> "Controller.Config":
             config.trainer,
             loss=LossConfig(name="reinforce"),
             updates_per_step=1,
+            router_replay=False,
             # Whole demonstrations, whatever the run does with long episodes.
             tokens_per_microbatch=max(
                 config.trainer.tokens_per_microbatch, config.generator.engine.max_model_len

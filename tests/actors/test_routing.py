@@ -6,6 +6,7 @@ what it made in a file.
 
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -13,11 +14,19 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.models.support import forward, noisy_copy, selected_experts, titan_model
+from tests.support import episode
 from torchtitan_rl.actors.routing import ReturnedRouting
+from torchtitan_rl.actors.spawn import per_rank, spawn_trainer
+from torchtitan_rl.actors.trainer import Trainer
+from torchtitan_rl.batching.grid import make_grid
+from torchtitan_rl.batching.microbatch import single
 from torchtitan_rl.models.hf import read_hf_config
+from torchtitan_rl.models.mesh import Parallelism
 from torchtitan_rl.models.replay import find_routers, replay
+from torchtitan_rl.observability.metrics import flatten, merge_metrics
 from torchtitan_rl.platform import worker_env
 from torchtitan_rl.routing import expert_dtype
 
@@ -182,6 +191,54 @@ def test_replay_mends_most_of_what_a_perturbed_router_spoils(made, folders):
     )
     print(f"mismatch {plain:.5f} without and {replayed:.5f} with replay: {plain / replayed:.1f}x")
     assert plain > 3 * replayed
+
+
+async def test_the_trainer_replays_packed_rows_shared_prompts_and_padding(made, folders, tmp_path):
+    """Two ranks, one of which has no episode in the last microbatch; the routers are perturbed."""
+    folder = tmp_path / "perturbed"
+    shutil.copytree(folders[0], folder)
+    weights = load_file(folder / "model.safetensors")
+    torch.manual_seed(0)
+    for name, weight in weights.items():
+        if name.endswith("mlp.gate.weight"):
+            weight += torch.randn_like(weight) * 3e-3
+    save_file(weights, folder / "model.safetensors")
+    episodes = [
+        episode(
+            prompt_token_ids=c.prompt_token_ids,
+            token_ids=c.token_ids,
+            token_logprobs=c.token_logprobs,
+            advantage=(-1.0) ** i,
+            group_id=str(c.prompt_idx),
+            routed_experts=c.routed_experts,
+        )
+        for i, c in enumerate(made["first"])
+    ]
+    config = Trainer.Config(
+        router_replay=True,
+        parallelism=Parallelism(data_parallel_shard_degree=2),
+        activation_checkpoint="full",
+        threads=1,
+    )
+    trainer = await spawn_trainer(
+        config, model=str(folder), steps=9, checkpoint_folder=str(tmp_path / "checkpoints")
+    )
+    plain = []
+    for one in episodes[::6]:  # this endpoint does not replay
+        logprobs = per_rank(await trainer.actor.logprobs.call(single(one)))[0]
+        ours = logprobs[len(one.prompt_token_ids) :]
+        plain.append((ours - torch.tensor(one.token_logprobs)).abs())
+    grid = make_grid(episodes, dp_degree=2, tokens_per_microbatch=400, share_prompts=True)
+    gradients = per_rank(await trainer.actor.gradients.call(grid))[0]
+    gates = [gradient for name, gradient in gradients.items() if "router.gate" in name]
+    assert len(gates) == 2
+    assert all(gate.norm() > 0 for gate in gates)
+    one_episode = make_grid(episodes[:1], dp_degree=2, tokens_per_microbatch=400)
+    assert [cell.real for cell in one_episode.cells[0]] == [True, False]
+    metrics = flatten(merge_metrics(per_rank(await trainer.actor.train_step.call(grid))))
+    await trainer.actor.train_step.call(one_episode)
+    await trainer.stop()
+    assert torch.cat(plain).mean() > 3 * metrics["mismatch/mean"]
 
 
 def test_what_vllm_returns_on_a_gpu_comes_out_the_same(made, folders):

@@ -3,6 +3,7 @@
 from collections import Counter
 from random import Random
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -227,7 +228,9 @@ def test_the_layout_by_table(lengths, dp_degree, budget, tokens, padding):
 
 
 def test_a_rank_without_an_episode_gets_padding_with_every_field_that_trains_nothing():
-    grid = make_grid([episode(ref_logprobs=[-1, -2])], dp_degree=3, tokens_per_microbatch=8)
+    experts = np.zeros((5, 2, 2), np.uint8)
+    one = episode(ref_logprobs=[-1, -2], routed_experts=experts)
+    grid = make_grid([one], dp_degree=3, tokens_per_microbatch=8)
     ((real, *paddings),) = grid.cells
     assert real.real
     for padding in paddings:
@@ -237,6 +240,7 @@ def test_a_rank_without_an_episode_gets_padding_with_every_field_that_trains_not
         assert padding.streams.keys() == {field.name for field in FIELDS}
         assert not padding.streams["loss_mask"].any()
         assert padding.streams["weights"].item() == 0
+        assert padding.streams["routed_experts"].tolist() == [[[0, 1], [0, 1]]]
 
 
 @pytest.mark.parametrize(("hidden_size", "tokens"), [(1, [64, 96]), (10**6, [80, 80])])

@@ -1,7 +1,7 @@
 """Per-token streams: declared on the episode, and found wherever tokens go."""
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import combinations
 from typing import Annotated, Any
 
@@ -22,12 +22,14 @@ from torchtitan_rl.batching.schema import (
 from torchtitan_rl.types import Episode, PerToken
 
 NAN = math.nan
-OPTIONAL = {"generator_logprobs", "ref_logprobs"}
+OPTIONAL = {"generator_logprobs", "ref_logprobs", "routed_experts"}
 
 
 def full_episode(**changes):
-    """An episode with every optional field."""
-    return episode(**{"ref_logprobs": [-0.25, -2.0], **changes})
+    """An episode with every optional field; its experts are the tokens' ids, and those plus one."""
+    one = episode(**{"ref_logprobs": [-0.25, -2.0], **changes})
+    ids = np.array(one.prompt_token_ids + one.token_ids, dtype=np.uint8)
+    return replace(one, routed_experts=np.stack([ids, ids + 1], axis=-1)[:, None])
 
 
 def row_of(episodes, declared=FIELDS):
@@ -56,14 +58,15 @@ def values(stream):
         ("temperatures", torch.float32, [0.7] * 5, 1.0),
         ("weights", torch.float32, [0.25] * 5, 0.0),
         ("ref_logprobs", torch.float32, [NAN, NAN, NAN, -0.25, -2.0], NAN),
+        ("routed_experts", torch.uint8, [[[i, i + 1]] for i in range(1, 6)], [[0, 1]]),
     ],
 )
 def test_an_episode_becomes_one_stream_per_field_and_padding_one_value(name, dtype, stream, pad):
     one = full_episode(temperature=0.7, weight=0.25)
     row, padding = single(one), padding_of([one])
     assert row.streams[name].dtype == padding.streams[name].dtype == dtype
-    assert values(row.streams[name]) == stream
-    assert values(padding.streams[name]) == [pad]
+    for found, wanted in ((row, stream), (padding, [pad])):
+        np.testing.assert_allclose(found.streams[name], wanted, rtol=1e-6)
 
 
 def test_every_field_of_the_schema_is_in_the_table_above():
@@ -75,14 +78,16 @@ def test_every_field_of_the_schema_is_in_the_table_above():
         "temperatures",
         "weights",
         "ref_logprobs",
+        "routed_experts",
     ]
     assert {field.name for field in FIELDS if field.optional} == OPTIONAL
 
 
 def test_what_a_stream_covers_is_what_the_episode_has_values_for():
     covers = {field.name: field.covers for field in FIELDS}
-    assert {name for name in covers if covers[name] == "tokens"} == {"tokens", "loss_mask"}
-    assert {name for name in covers if covers[name] == "completion"} == OPTIONAL
+    everywhere = {"tokens", "loss_mask", "routed_experts"}
+    assert {name for name in covers if covers[name] == "tokens"} == everywhere
+    assert {name for name in covers if covers[name] == "completion"} == OPTIONAL - everywhere
 
 
 def test_an_episodes_own_loss_mask_counts():
@@ -116,7 +121,8 @@ def test_a_piece_of_an_episode_has_that_piece_of_every_stream(start, stop):
 
 
 def test_an_optional_field_that_all_have_is_present():
-    assert present_fields([full_episode(), full_episode()]) == list(FIELDS)
+    present = present_fields([full_episode(), full_episode()])
+    assert [field.name for field in present] == [field.name for field in FIELDS]
 
 
 def test_an_optional_field_that_none_has_is_absent_from_rows_and_padding():

@@ -6,7 +6,7 @@ takes a grid of per-token streams, calls the configured loss, and returns metric
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.config import Configurable
 
 from torchtitan_rl.algorithms.objective import LossConfig, objective
-from torchtitan_rl.algorithms.policy_loss import LossInputs
+from torchtitan_rl.algorithms.policy_loss import LossInputs, LossOutput
 from torchtitan_rl.batching.grid import Grid
 from torchtitan_rl.batching.microbatch import Microbatch
 from torchtitan_rl.batching.overlong import Overlong
@@ -28,6 +28,9 @@ from torchtitan_rl.observability.metrics import (
 )
 from torchtitan_rl.platform import Dtype, device_type
 from torchtitan_rl.weight_sync.handle import Transport, WeightHandle, make_publisher
+
+if TYPE_CHECKING:
+    from torchtitan_rl.models.rank import Predicted
 
 
 @dataclass(kw_only=True, slots=True)
@@ -82,6 +85,9 @@ class Trainer(Actor, Configurable):
         """Most tokens in one forward pass of one rank."""
         overlong: Overlong = "error"
         """Episodes of more tokens than that: refuse, cut the completion's end off, or leave out."""
+        router_replay: bool = False
+        """In a mixture of experts, send each token to the experts the generator sent it to; their
+        weights come from the live router, which still learns."""
         share_prompts: bool = False
         """Compute a prompt once for all its samples in a microbatch; on a CPU only, as yet."""
         parallelism: Parallelism = field(default_factory=Parallelism)
@@ -174,7 +180,8 @@ class Trainer(Actor, Configurable):
         learning_rate = self.lr_schedulers.schedulers[0].get_last_lr()[0]
         # The first part sees the weights the step starts with: there, o is t itself.
         for cell in (cell for grid in grids[1:] for cell in self._column(grid)):
-            cell.streams["old_logprobs"] = self.rank.logprobs(cell)
+            with self.rank.replaying(cell, on=self.config.router_replay):
+                cell.streams["old_logprobs"] = self.rank.logprobs(cell)
         metrics = merge_metrics([self._update(grid) for grid in grids])
         self.lr_schedulers.step()
         self.state.policy_version += 1
@@ -242,9 +249,19 @@ class Trainer(Actor, Configurable):
 
     def _forward_backward(self, cell: Microbatch, loss_tokens: int, loss: LossConfig) -> Metrics:
         """Accumulate the gradient of one microbatch."""
-        predicted = self.rank.predict(cell)
+        # Around the backward pass too: activation checkpointing runs the routers again.
+        with self.rank.replaying(cell, on=self.config.router_replay):
+            predicted = self.rank.predict(cell)
+            output = self._objective(predicted, loss)
+            # A cell of padding still runs backward: FSDP's collectives need every rank.
+            logprobs = predicted.logprobs
+            (output.loss_sum / max(loss_tokens, 1) + logprobs.sum() * 0.0).backward()
+        entropy = Mean(predicted.entropies.sum().item(), float(logprobs.numel()))
+        return {**output.metrics, "train/entropy": entropy}
+
+    def _objective(self, predicted: "Predicted", loss: LossConfig) -> LossOutput:
         logprobs, streams = predicted.logprobs, predicted.streams
-        output = objective(
+        return objective(
             loss,
             LossInputs(
                 logprobs=logprobs,
@@ -256,7 +273,3 @@ class Trainer(Actor, Configurable):
                 ref_logprobs=streams.get("ref_logprobs"),
             ),
         )
-        # A cell of padding still runs backward: FSDP's collectives need every rank.
-        (output.loss_sum / max(loss_tokens, 1) + logprobs.sum() * 0.0).backward()
-        entropy = Mean(predicted.entropies.sum().item(), float(logprobs.numel()))
-        return {**output.metrics, "train/entropy": entropy}

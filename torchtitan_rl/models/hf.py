@@ -168,6 +168,6 @@ def check_experts(hf: dict[str, Any]) -> None:
     """Only a model with experts has routing to return."""
     if not moe_layers(hf):
         raise ValueError(
-            "generator.engine.return_routed_experts is on, but the model has no experts; "
-            "switch it off"
+            "trainer.router_replay or generator.engine.return_routed_experts is on, but the model "
+            "has no experts; switch it off"
         )

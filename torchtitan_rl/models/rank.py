@@ -1,6 +1,7 @@
 """One process's share of a model on a mesh: what the trainer and the reference have in common."""
 
 import os
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ from torchtitan_rl.models.attention import AttentionPlan
 from torchtitan_rl.models.head import Chosen, LogprobHead
 from torchtitan_rl.models.mesh import Parallelism
 from torchtitan_rl.models.parallel import build_parallel_model
+from torchtitan_rl.models.replay import replay
 from torchtitan_rl.models.spec import model_spec
 from torchtitan_rl.platform import Dtype, device_type
 
@@ -74,6 +76,12 @@ class ModelRank:
         if not self.parallel_dims.dp_enabled:
             return 0
         return self.parallel_dims.get_mesh("batch").get_local_rank()
+
+    def replaying(self, cell: Microbatch, *, on: bool) -> AbstractContextManager[None]:
+        """While open, this microbatch's tokens go to the experts its episodes name; padding, which
+        nobody routed, goes where the router sends it."""
+        routing = cell.streams["routed_experts"] if on and cell.real else None
+        return replay(self.model, routing)
 
     def predict(self, cell: Microbatch) -> Predicted:
         """A forward pass: logprobs of the tokens that train; token i is predicted at i - 1."""
