@@ -122,6 +122,12 @@ SUITES: dict[str, tuple[Flavor, ...]] = {
             "episodes longer than a microbatch, truncated",
             ("--trainer.tokens_per_microbatch", "40", "--trainer.overlong", "truncate"),
         ),
+        Flavor(
+            "experts",
+            "a mixture of experts, routed in the trainer as in the generator",
+            ("--trainer.share_prompts",),
+            recipe="grpo_sum_digits_moe_tiny",
+        ),
         Flavor("mean_baseline", "Dr.GRPO's advantages", ("--advantage.name", "mean_baseline")),
         Flavor("std_normalised", "GRPO's own advantages", ("--advantage.name", "grpo")),
         Flavor("rloo", "leave-one-out advantages", ("--advantage.name", "rloo")),

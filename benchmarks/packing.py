@@ -12,6 +12,7 @@ import math
 import os
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from common import note, report
 from torchtitan_rl.batching.grid import Grid, make_grid
 from torchtitan_rl.models.head import Chosen
 from torchtitan_rl.models.mesh import Parallelism
+from torchtitan_rl.platform import worker_env
 from torchtitan_rl.types import Episode
 
 LLAMA_135M = {
@@ -40,6 +42,8 @@ LLAMA_135M = {
     "tie_word_embeddings": True,
 }
 BUDGET = 4096
+ROUNDS = 2
+"""Sides take turns; the best of each counts, because what disturbs them only ever slows down."""
 
 
 def episodes_of(lengths: Sequence[tuple[int, int]], *, samples: int = 1) -> list[Episode]:
@@ -171,7 +175,6 @@ def main() -> None:
         seconds.append(time.perf_counter() - started)
     report("packing", "grid_seconds_4096", "4096 episodes", statistics.median(seconds))
 
-    torch.set_num_threads(os.cpu_count() or 1)
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(Path(folder))
     bench.step(bench.packed(grid_of(episodes_of([(32, 32)] * 2))))  # warm up
@@ -179,10 +182,12 @@ def main() -> None:
     episodes = episodes_of(realistic_lengths(32))
     grid, tokens = grid_of(episodes), sum(e.length for e in episodes)
     report("packing", "padding_share", "32 episodes", grid.padding_tokens / grid.tokens)
+    packed = padded = math.inf
     peak = gemm_peak()
-    packed = bench.step(bench.packed(grid))
-    padded = bench.step(bench.padded(episodes))
-    peak = max(peak, gemm_peak())
+    for _ in range(ROUNDS):
+        packed = min(packed, bench.step(bench.packed(grid)))
+        padded = min(padded, bench.step(bench.padded(episodes)))
+        peak = max(peak, gemm_peak())
     note(
         f"  {tokens} tokens: packed {packed:.1f} s, padded {padded:.1f} s; {peak / 1e9:.0f} GFLOP/s"
     )
@@ -190,11 +195,17 @@ def main() -> None:
     report("packing", "train_mfu", "32 episodes", bench.model_flops(grid) / packed / peak)
 
     groups = episodes_of([(128, 128)] * 16, samples=8)
-    alone = bench.step(bench.packed(grid_of(groups)))
-    shared = bench.step(bench.packed(grid_of(groups, share_prompts=True)))
+    alone = shared = math.inf
+    for _ in range(ROUNDS):
+        alone = min(alone, bench.step(bench.packed(grid_of(groups))))
+        shared = min(shared, bench.step(bench.packed(grid_of(groups, share_prompts=True))))
     note(f"  two groups of 8: {alone:.1f} s, sharing {shared:.1f} s")
     report("packing", "prompt_sharing_gain", "2 groups of 8", alone / shared)
 
 
 if __name__ == "__main__":
+    env = worker_env(0, role="trainer")
+    if os.environ.get("OMP_WAIT_POLICY") != env["OMP_WAIT_POLICY"]:
+        # A process whose allocator and threads are set up as a trainer's; both are read once.
+        os.execve(sys.executable, [sys.executable, __file__], {**os.environ, **env})
     main()

@@ -185,8 +185,9 @@ def test_the_list_of_recipes(capsys):
         ("--generator.tensor_parallel_degree 0", ["tensor_parallel_degree", "at least 1"]),
         (
             "--trainer.tokens_per_microbatch 64",
-            ["trainer.tokens_per_microbatch (64)", "generator.engine.max_model_len (128)"],
+            ["trainer.tokens_per_microbatch (64)", "max_model_len (128)", "trainer.overlong"],
         ),
+        ("--trainer.router_replay", ["trainer.router_replay", "has no experts; switch it off"]),
         ("--trainer.optimizer.lr -1", ["optimizer.lr must be positive; got -1"]),
         ("--trainer.optimizer.betas 0.9 1.0", ["optimizer.betas must lie in [0, 1)"]),
         ("--trainer.max_grad_norm 0", ["trainer.max_grad_norm must be positive"]),

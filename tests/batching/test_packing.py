@@ -138,6 +138,22 @@ def test_equal_items_are_split_as_evenly_as_they_can_be_in_as_few_microbatches(
     assert max(loads) - min(loads) <= 1
 
 
+def rank_loads(dealt, costs):
+    return [sum(costs[i] for row in dealt for i in row[rank]) for rank in range(len(dealt[0]))]
+
+
+def test_ranks_are_level_where_equal_cells_would_not_make_them_so():
+    costs = [4.0, 2.0, 2.0, 1.0, 1.0]
+    dealt = pack([4, 2, 2, 1, 1], costs, budget=4, ranks=2)
+    assert len(dealt) == 2
+    assert rank_loads(dealt, costs) == [5.0, 5.0]
+
+
+def test_an_item_over_the_budget_is_refused():
+    with pytest.raises(ValueError, match="an item of 9 is larger than the budget of 8"):
+        pack([1, 9], [1.0, 9.0], budget=8, ranks=1)
+
+
 def test_the_same_batch_is_dealt_the_same_way_again():
     for sizes, costs, budget, ranks in fuzzed(20, seed=2):
         first = pack(sizes, costs, budget=budget, ranks=ranks)

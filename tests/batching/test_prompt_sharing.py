@@ -121,6 +121,25 @@ def test_a_group_larger_than_a_ranks_share_is_split():
         assert max(cell.tokens for cell in cells) <= 8 * 22 / dp_degree
 
 
+@pytest.mark.parametrize(
+    ("groups", "ranks", "tokens"),
+    [(1, 2, [140, 140]), (2, 4, [140] * 4), (4, 2, [360, 360]), (1, 8, [110] * 8)],
+)
+def test_no_rank_is_idle_because_a_prompt_is_long(groups, ranks, tokens):
+    episodes = [
+        episode(
+            prompt_token_ids=[group + 1] * 100,
+            token_ids=[1] * 10,
+            token_logprobs=[-1.0] * 10,
+            group_id=str(group),
+        )
+        for group in range(groups)
+        for _ in range(8)
+    ]
+    grid = make_grid(episodes, dp_degree=ranks, tokens_per_microbatch=4096, share_prompts=True)
+    assert [[cell.tokens for cell in row] for row in grid.cells] == [tokens]
+
+
 def test_every_episode_that_shares_is_still_read_back_in_order():
     episodes = [
         sample(3 + i % 2, 1 + i, token_ids=[10 * i + j for j in range(1 + i)]) for i in range(8)

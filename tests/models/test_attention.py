@@ -181,7 +181,8 @@ def test_the_plan_pays_for_the_squares_of_documents_and_never_for_that_of_the_ro
     documents = [Document(n) for n in lengths] + [Document(9, tuple(b)) for b in branches]
     row = segments(documents)
     plan = AttentionPlan(row)
-    calls = [bucket.index.shape for bucket in plan.buckets]
+    taken = [bucket.take(torch.zeros(sum(s.length for s in row), 1)) for bucket in plan.buckets]
+    calls = [(count, length) for count, _, length in (t.shape for t in taken)]
     # Every segment is a row of its own in exactly one call, next to others about as long.
     assert sum(count for count, _ in calls) == len(row)
     longest = max(segment.length for segment in row)
@@ -199,11 +200,22 @@ def test_the_plan_pays_for_the_squares_of_documents_and_never_for_that_of_the_ro
 @given(documents=rows)
 def test_every_token_is_in_one_call_and_padding_only_where_the_plan_says_so(documents):
     plan = AttentionPlan(segments(documents))
-    found = []
+    tokens = torch.arange(1, sum(d.tokens for d in documents) + 1).unsqueeze(-1)
+    found, seen = [], torch.zeros_like(tokens)
     for bucket in plan.buckets:
-        real = torch.ones_like(bucket.index, dtype=bool) if bucket.real is None else bucket.real
-        found += bucket.index[real].tolist()
-    assert sorted(found) == list(range(sum(d.tokens for d in documents)))
+        taken = bucket.take(tokens)
+        found += taken[taken > 0].tolist()  # padding is 0
+        bucket.put(seen, taken)
+    assert sorted(found) == tokens.flatten().tolist()
+    assert torch.equal(seen, tokens)
+
+
+def test_long_segments_are_called_alone_and_without_a_copy():
+    row = segments([Document(300), Document(299), Document(4)])
+    tokens = torch.zeros(603, 2)
+    taken = [bucket.take(tokens) for bucket in AttentionPlan(row).buckets]
+    assert [t.shape[-1] for t in taken] == [300, 299, 4]
+    assert {t.untyped_storage().data_ptr() for t in taken} == {tokens.untyped_storage().data_ptr()}
 
 
 def test_few_calls_for_many_documents_of_like_length():

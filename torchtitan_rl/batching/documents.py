@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Document:
     """A trunk of tokens and branches that grow from its end, one after the other in the row.
 
@@ -33,7 +33,7 @@ class Document:
         return _triangle(self.trunk) + sum(b * self.trunk + _triangle(b) for b in self.branches)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Segment:
     """A trunk or a branch, where it lies in the row."""
 

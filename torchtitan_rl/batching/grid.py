@@ -1,10 +1,11 @@
 """From episodes to the grid of microbatches that the ranks run, made on the driver."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from torchtitan_rl.batching.bundles import Bundle, share
 from torchtitan_rl.batching.documents import Document
 from torchtitan_rl.batching.microbatch import Microbatch, Piece, microbatch
 from torchtitan_rl.batching.packing import pack
@@ -39,7 +40,7 @@ class Grid:
         return sum(cell.tokens for row in self.cells for cell in row if not cell.real)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Place:
     """Tokens `start` to `stop` of a cell."""
 
@@ -47,23 +48,6 @@ class Place:
     rank: int
     start: int
     stop: int
-
-
-@dataclass(frozen=True, slots=True)
-class Bundle:
-    """A document and the episodes in it, by index; more than one share their prompt."""
-
-    document: Document
-    members: list[int]
-
-    def pieces(self, episodes: Sequence[Episode]) -> Iterator[tuple[int | None, Piece]]:
-        """Its tokens, and whose completion is in them."""
-        first, prompt = episodes[self.members[0]], 0
-        if self.document.branches:
-            prompt = self.document.trunk
-            yield None, Piece(first, 0, prompt)
-        for index in self.members:
-            yield index, Piece(episodes[index], prompt, episodes[index].length)
 
 
 def make_grid(
@@ -86,9 +70,7 @@ def make_grid(
     _check_lengths(episodes, tokens_per_microbatch)
     bundles = [Bundle(Document(e.length), [i]) for i, e in enumerate(episodes)]
     if share_prompts:
-        # A group is cut where it is more than a rank's share, so that no rank has all the work.
-        fair = -(-sum(e.length for e in episodes) // dp_degree)
-        bundles = list(_by_prompt(episodes, largest=min(tokens_per_microbatch, fair)))
+        bundles = share(episodes, ranks=dp_degree, budget=tokens_per_microbatch)
     documents = [b.document for b in bundles]
     dealt = pack(
         [d.tokens for d in documents],
@@ -107,36 +89,6 @@ def _check_lengths(episodes: Sequence[Episode], tokens_per_microbatch: int) -> N
                 f"{describe(episode)} has {episode.length} tokens; tokens_per_microbatch is "
                 f"{tokens_per_microbatch}: raise it"
             )
-
-
-def _by_prompt(episodes: Sequence[Episode], *, largest: int) -> Iterator[Bundle]:
-    """Samples that have their prompt in common, in bundles of at most `largest` tokens if more
-    than one is in it."""
-    groups: dict[object, list[int]] = {}
-    for index, episode in enumerate(episodes):
-        prompt = tuple(episode.prompt_token_ids)
-        trains = any((episode.loss_mask or ())[: len(prompt)])
-        own = trains or not episode.token_ids
-        groups.setdefault(index if own else (episode.group_id, prompt), []).append(index)
-    for members in groups.values():
-        bundle: list[int] = []
-        size = prompt_length = len(episodes[members[0]].prompt_token_ids)
-        for index in members:
-            more = len(episodes[index].token_ids)
-            if bundle and size + more > largest:
-                yield _bundle(episodes, bundle)
-                bundle, size = [], prompt_length
-            bundle.append(index)
-            size += more
-        yield _bundle(episodes, bundle)
-
-
-def _bundle(episodes: Sequence[Episode], members: list[int]) -> Bundle:
-    first = episodes[members[0]]
-    if len(members) == 1:
-        return Bundle(Document(first.length), members)
-    completions = tuple(len(episodes[i].token_ids) for i in members)
-    return Bundle(Document(len(first.prompt_token_ids), completions), members)
 
 
 def _lay_out(episodes: Sequence[Episode], dealt: list[list[list[Bundle]]]) -> Grid:

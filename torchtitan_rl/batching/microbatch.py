@@ -13,7 +13,7 @@ from torchtitan_rl.batching.schema import Field, present_fields
 from torchtitan_rl.types import Episode
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Piece:
     """Tokens `start` to `stop` of an episode's prompt and completion."""
 

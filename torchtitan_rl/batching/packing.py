@@ -2,7 +2,9 @@
 
 import heapq
 from collections.abc import Sequence
-from itertools import count
+
+EVEN = 0.1
+"""Loads of ranks that differ by no more are left as they are."""
 
 
 def pack(
@@ -10,23 +12,57 @@ def pack(
 ) -> list[list[list[int]]]:
     """`[microbatch][rank]` lists of items, by index; a list may be empty where items are few.
 
-    As few microbatches as possible, then loads as equal as possible: over the ranks in total, and
-    within each microbatch, where ranks wait for each other. No size may be above the budget.
+    Few microbatches first; then loads as equal as a greedy deal can make them, within each
+    microbatch, where ranks wait for each other, and over the ranks in total. No size may be above
+    the budget.
 
     Example:
         >>> pack([4, 3, 3, 2], [4.0, 3.0, 3.0, 2.0], budget=6, ranks=2)
         [[[0, 3], [1, 2]]]
     """
+    if max(sizes, default=0) > budget:
+        raise ValueError(f"an item of {max(sizes)} is larger than the budget of {budget}")
     order = sorted(range(len(sizes)), key=lambda i: -costs[i])
     fewest = max(1, -(-sum(sizes) // (budget * ranks)))
-    for microbatches in count(fewest):
-        bins = _deal(order, sizes, costs, budget, microbatches * ranks)
-        if bins is not None:
-            return _rows(bins, costs, ranks)
-    raise AssertionError("unreachable: with a bin for each item, all fit")
+    # With a bin for each item, all fit.
+    for microbatches in range(fewest, max(fewest, len(sizes)) + 1):
+        bins = deal(order, sizes, costs, budget, microbatches * ranks)
+        if bins is None:
+            continue
+        rows = _rows(bins, costs, ranks)
+        if _spread(rows, costs) > EVEN:
+            other = _ranks_first(order, sizes, costs, budget, microbatches, ranks)
+            rows = min(rows, other or rows, key=lambda rows: _spread(rows, costs))
+        return rows
+    raise AssertionError("unreachable")
 
 
-def _deal(
+def _spread(rows: list[list[list[int]]], costs: Sequence[float]) -> float:
+    """By how much the busiest rank's load exceeds the idlest one's, as a share of its own."""
+    loads = [sum(costs[i] for row in rows for i in row[rank]) for rank in range(len(rows[0]))]
+    return 1 - min(loads) / max(max(loads), 1e-9)
+
+
+def _ranks_first(
+    order: Sequence[int],
+    sizes: Sequence[int],
+    costs: Sequence[float],
+    budget: int,
+    microbatches: int,
+    ranks: int,
+) -> list[list[list[int]]] | None:
+    """Deal to the ranks, then each hand to its microbatches: equal loads in total come first."""
+    hands = deal(order, sizes, costs, budget * microbatches, ranks) or []
+    columns = [deal(hand, sizes, costs, budget, microbatches) for hand in hands]
+    if not columns or None in columns:
+        return None
+    by_cost = [
+        sorted(column or [], key=lambda items: -sum(costs[i] for i in items)) for column in columns
+    ]
+    return [list(row) for row in zip(*by_cost, strict=True)]
+
+
+def deal(
     order: Sequence[int], sizes: Sequence[int], costs: Sequence[float], budget: int, bins: int
 ) -> list[list[int]] | None:
     """Costliest first, each to the bin of least cost that has room; None if one has no bin."""

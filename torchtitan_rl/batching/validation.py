@@ -39,7 +39,7 @@ def _structure(episode: Episode, vocab_size: int | None, version: int | None) ->
         yield f"token id {min(ids)} is negative"
     if vocab_size is not None and max(ids) >= vocab_size:
         yield f"token id {max(ids)} lies outside 0..{vocab_size - 1}"
-    if episode.loss_mask and episode.loss_mask[0]:
+    if episode.loss_mask is not None and any(episode.loss_mask[:1]):
         yield "loss_mask trains token 0, which has nothing to be predicted from"
     if not episode.temperature > 0:
         yield f"the temperature is {episode.temperature}; greedy samples cannot be trained on"
@@ -50,6 +50,8 @@ def _structure(episode: Episode, vocab_size: int | None, version: int | None) ->
 def _values(episode: Episode, field: Field) -> Iterator[str]:
     values = field.of(episode)
     if values is None:
+        if not field.optional:
+            yield f"it has no {field.name}"
         return
     if field.covers == "episode":
         if not math.isfinite(values):

@@ -21,18 +21,25 @@ _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
+ALONE_FROM = 256
+"""Segments of this length keep the kernel busy by themselves."""
+
+
 @dataclass(frozen=True, slots=True)
 class Bucket:
     """Segments of like length that attend to themselves in one call, padded on the right: behind
     the last key that a causal query sees."""
 
-    index: torch.Tensor
-    """[segments, longest] where their tokens are in the row; anywhere for padding."""
+    index: torch.Tensor | tuple[None, slice]
+    """[segments, longest] where their tokens are in the row, anywhere for padding; of one segment
+    alone a slice, which copies nothing."""
     real: torch.Tensor | None
     """[segments, longest] False at padding; None when there is none."""
 
     @classmethod
     def of(cls, members: Sequence[Segment]) -> "Bucket":
+        if len(members) == 1:
+            return cls((None, slice(members[0].start, members[0].stop)), None)
         offsets = torch.arange(max(s.length for s in members))
         real = offsets < torch.tensor([[s.length] for s in members])
         index = (offsets + torch.tensor([[s.start] for s in members])) * real
@@ -51,6 +58,7 @@ class Bucket:
         if self.real is None:
             values[self.index] = taken
         else:
+            assert isinstance(self.index, torch.Tensor)
             values[self.index[self.real]] = taken[self.real]
 
 
@@ -166,7 +174,8 @@ def _of_like_length(row: Sequence[Segment]) -> Iterator[list[Segment]]:
     bucket: list[Segment] = []
     for segment in sorted((s for s in row if s.length), key=lambda s: -s.length):
         # Padding costs by the square; a call of the kernel costs as much as a few tokens.
-        if bucket and segment.length < bucket[0].length * 0.9 - 4:
+        longest = bucket[0].length if bucket else 0
+        if bucket and (longest >= ALONE_FROM or segment.length < longest * 0.9 - 4):
             yield bucket
             bucket = []
         bucket.append(segment)
