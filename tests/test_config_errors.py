@@ -261,6 +261,7 @@ def test_a_bad_value_is_refused_with_its_name_and_what_is_allowed(refusal, folde
         ("--config a[red]b", "unknown recipe 'a[red]b'"),
         ("--config a[/b]", "unknown recipe 'a[/b]'"),
         ("--steps 3", "--config is missing; recipes: tiny, warm"),
+        ("--confg tiny", "--config is missing (is '--confg' meant to be it?); recipes: tiny, warm"),
         ("--config tiny --module nowhere", "no nowhere.py in"),
     ],
 )

@@ -77,12 +77,13 @@ class Controller(Configurable):
             ("reference", config.reference.parallelism.tensor_parallel_degree),
         ):
             check_parallelism(hf_config, tensor_parallel=degree, who=who)
+        self.needs = config.needs()
         if config.generator.engine.return_routed_experts:
-            check_experts(hf_config)
+            own = "generator.engine.return_routed_experts"
+            check_experts(hf_config, setting=self.needs.get("routed_experts", own))
         self.vocab_size: int = hf_config["vocab_size"]
         self.hidden_size: int = hf_config["hidden_size"]
         self.experts = Experts.of(hf_config)
-        self.needs = config.needs()
         self.folder = RunFolder(Path(config.output_dir) / config.run_name, resume=config.resume)
         self.task: Task = config.task.build(seed=config.seed)
         self.renderer = ChatRenderer(config.model_folder, thinking=config.thinking)

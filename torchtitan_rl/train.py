@@ -6,6 +6,7 @@ python -m torchtitan_rl.train --config grpo_sum_digits_tiny --generator.sampling
 
 import argparse
 import asyncio
+import difflib
 import logging
 import os
 import signal
@@ -96,7 +97,9 @@ def parse(arguments: list[str]) -> Controller.Config | None:
         return None
     if chosen.config is None:
         known = ", ".join(recipes.find_recipes(module))
-        raise recipes.RecipeError(f"--config is missing; recipes: {known} (--list says more)")
+        typo = difflib.get_close_matches("--config", overrides, n=1)
+        said = f" (is {typo[0]!r} meant to be it?)" if typo else ""
+        raise recipes.RecipeError(f"--config is missing{said}; recipes: {known} (--list says more)")
     config = tyro.cli(
         Controller.Config,
         prog=f"python -m torchtitan_rl.train --config {chosen.config}",

@@ -161,9 +161,9 @@ def test_tensor_parallelism_must_divide_the_experts():
 
 
 def test_a_dense_model_has_no_routing_to_return():
-    check_experts(CONFIG)
-    with pytest.raises(ValueError, match="has no experts; switch it off"):
-        check_experts(TINY_QWEN3)
+    check_experts(CONFIG, setting="some.setting")
+    with pytest.raises(ValueError, match=r"some\.setting is on, but .* no experts; switch it off"):
+        check_experts(TINY_QWEN3, setting="some.setting")
 
 
 # ---- replay -------------------------------------------------------------------------------------

@@ -32,9 +32,13 @@ TRAINED = {
             "generate 0.91 s  grade 0.00 s  train 0.45 s  sync 0.02 s  │ held-out accuracy 41.5%",
         ),
         ({"eval/accuracy": 1.0}, "step   12  │ held-out accuracy 100.0%"),
+        (
+            {"overlong/truncated": 198, "overlong/dropped": 0},
+            "step   12  │ 198 overlong episodes truncated",
+        ),
         ({}, "step   12"),
     ],
-    ids=["trained", "trained and evaluated", "evaluated", "nothing"],
+    ids=["trained", "trained and evaluated", "evaluated", "overlong", "nothing"],
 )
 def test_step_line(values, line):
     assert step_line(12, values) == line

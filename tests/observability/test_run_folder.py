@@ -46,14 +46,14 @@ def test_a_folder_without_a_config_is_no_run(path):
 
 def test_resuming_what_does_not_exist_is_an_error(path):
     with pytest.raises(
-        RunFolderError, match=r"--resume found no run in .*run; give its --run_name"
+        RunFolderError, match=r"--resume found no run in .*run: drop --resume to start it, or"
     ):
         RunFolder(path, resume=True)
 
 
 def test_errors_name_the_folder_from_where_the_user_is(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(RunFolderError, match="found no run in outputs/run;"):
+    with pytest.raises(RunFolderError, match="found no run in outputs/run:"):
         RunFolder(path, resume=True)
 
 

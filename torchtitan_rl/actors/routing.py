@@ -66,7 +66,7 @@ def engine_options() -> dict[str, Any]:
 def make_routing_source(engine: Any, model: str) -> RoutingSource:
     """The source for this platform, of an engine built with `engine_options` for an HF folder."""
     hf = read_hf_config(model)
-    check_experts(hf)
+    check_experts(hf, setting="generator.engine.return_routed_experts")
     return RecordedRouting(engine) if device_type() == "cpu" else ReturnedRouting(hf)
 
 

@@ -178,10 +178,7 @@ def check_parallelism(hf: dict[str, Any], *, tensor_parallel: int, who: str) -> 
             )
 
 
-def check_experts(hf: dict[str, Any]) -> None:
+def check_experts(hf: dict[str, Any], *, setting: str) -> None:
     """Only a model with experts has routing to return."""
     if not moe_layers(hf):
-        raise ValueError(
-            "trainer.router_replay or generator.engine.return_routed_experts is on, but the model "
-            "has no experts; switch it off"
-        )
+        raise ValueError(f"{setting} is on, but the model has no experts; switch it off")

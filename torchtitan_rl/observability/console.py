@@ -76,6 +76,9 @@ def step_line(step: int, values: Mapping[str, float]) -> str:
         parts += [
             f"{p} {values[f'time/{p}']:.2f} s" for p in ("generate", "grade", "train", "sync")
         ]
+    for done in ("truncated", "dropped"):
+        if count := values.get(f"overlong/{done}"):
+            parts.append(f"│ {count:.0f} overlong episodes {done}")
     if "eval/accuracy" in values:
         parts.append(f"│ held-out accuracy {values['eval/accuracy']:.1%}")
     return "  ".join(parts)

@@ -39,7 +39,8 @@ class RunFolder:
             )
         if resume and not self.config_file.exists():
             raise RunFolderError(
-                f"--resume found no run in {self.relative}; give its --run_name, or drop --resume"
+                f"--resume found no run in {self.relative}: drop --resume to start it, or give the "
+                "--run_name of the one to continue"
             )
 
     @property
