@@ -1,5 +1,6 @@
 """Which episodes share a document: samples of one prompt behind a single copy of it."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -41,10 +42,17 @@ def _by_prompt(episodes: Sequence[Episode]) -> list[list[int]]:
     groups: dict[object, list[int]] = {}
     for index, episode in enumerate(episodes):
         prompt = tuple(episode.prompt_token_ids)
-        trains = episode.loss_mask is not None and any(episode.loss_mask[: len(prompt)])
-        own = trains or not episode.token_ids
+        own = not episode.token_ids or _trains_prompt(episode)
         groups.setdefault(index if own else (episode.group_id, prompt), []).append(index)
     return list(groups.values())
+
+
+def _trains_prompt(episode: Episode) -> bool:
+    """Whether any token of the prompt trains: then it is not the same for all samples."""
+    prompt = len(episode.prompt_token_ids)
+    echo = (episode.echo_alpha or [])[:prompt]
+    mask = episode.loss_mask if episode.loss_mask is not None else []
+    return any(mask[:prompt]) or not all(map(math.isnan, echo))
 
 
 def _bundle(episodes: Sequence[Episode], members: list[int]) -> Bundle:
