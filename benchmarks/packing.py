@@ -171,9 +171,10 @@ def main() -> None:
     seconds = []
     for _ in range(5):
         started = time.perf_counter()
-        make_grid(many, dp_degree=8, tokens_per_microbatch=16384, hidden_size=576)
+        grid = make_grid(many, dp_degree=8, tokens_per_microbatch=16384, hidden_size=576)
         seconds.append(time.perf_counter() - started)
     report("packing", "grid_seconds_4096", "4096 episodes", statistics.median(seconds))
+    report("packing", "padding_share", "4096 episodes, 8 ranks", grid.padding_share)
 
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(Path(folder))
@@ -181,7 +182,6 @@ def main() -> None:
 
     episodes = episodes_of(realistic_lengths(32))
     grid, tokens = grid_of(episodes), sum(e.length for e in episodes)
-    report("packing", "padding_share", "32 episodes", grid.padding_tokens / grid.tokens)
     packed = padded = math.inf
     peak = gemm_peak()
     for _ in range(ROUNDS):

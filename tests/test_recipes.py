@@ -88,6 +88,12 @@ def test_a_module_can_be_given_as_a_file_and_import_its_neighbours(folder):
     assert load_module("mine/my_recipes.py").answer == 43
 
 
+def test_a_file_whose_name_is_taken_is_not_mixed_up(folder):
+    (folder / "random.py").write_text("answer = 42")
+    with pytest.raises(RecipeError, match=r"'random' is also .*random.py; rename the file"):
+        load_module("random.py")
+
+
 def test_a_folder_without_recipes_has_those_of_the_repository(folder):
     assert "grpo_sum_digits_tiny" in find_recipes(load_module())
 

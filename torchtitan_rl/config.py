@@ -157,9 +157,12 @@ class RunConfig(Configurable.Config):
     def notices(self) -> list[str]:
         """What the user should know about these settings before the run starts."""
         notices = self.trainer.loss.notices()
-        needs = self.needs().get("generator_logprobs")
-        if needs and not self.generator.sampling.logprobs:
-            notices.append(f"{needs} needs the generator's logprobs: recording is switched on")
+        for name, on, what in (
+            ("generator_logprobs", self.generator.sampling.logprobs, "the generator's logprobs"),
+            ("routed_experts", self.generator.engine.return_routed_experts, "its experts"),
+        ):
+            if name in self.needs() and not on:
+                notices.append(f"{self.needs()[name]} needs {what}: recording is switched on")
         return notices
 
     @property

@@ -26,7 +26,7 @@ from torchtitan_rl.actors.spawn import (
 from torchtitan_rl.batching.grid import Grid, deal_groups, grid_metrics, make_grid
 from torchtitan_rl.batching.overlong import limit_length
 from torchtitan_rl.batching.reduction import weigh
-from torchtitan_rl.batching.validation import validate
+from torchtitan_rl.batching.validation import require, validate
 from torchtitan_rl.config import RunConfig
 from torchtitan_rl.models.hf import check_experts, check_parallelism, read_hf_config
 from torchtitan_rl.models.render import ChatRenderer
@@ -43,6 +43,7 @@ from torchtitan_rl.observability.run_folder import RunFolder
 from torchtitan_rl.observability.sinks import MetricsLog
 from torchtitan_rl.platform import check_gpus
 from torchtitan_rl.rollout import Group, UntrainableSteps, make_episodes
+from torchtitan_rl.routing import Experts
 from torchtitan_rl.tasks.task import Example, Task
 from torchtitan_rl.types import Completion, Episode
 from torchtitan_rl.waiting import Clock, Interrupted, answer, together, unless
@@ -80,6 +81,7 @@ class Controller(Configurable):
             check_experts(hf_config)
         self.vocab_size: int = hf_config["vocab_size"]
         self.hidden_size: int = hf_config["hidden_size"]
+        self.experts = Experts.of(hf_config)
         self.needs = config.needs()
         self.folder = RunFolder(Path(config.output_dir) / config.run_name, resume=config.resume)
         self.task: Task = config.task.build(seed=config.seed)
@@ -138,11 +140,12 @@ class Controller(Configurable):
         episodes = make_episodes(
             groups, config.advantage, task=self.task.name, temperature=temperature
         )
-        training: dict[str, float] = {}
+        budget, overlong = config.trainer.tokens_per_microbatch, config.trainer.overlong
+        episodes, training = limit_length(episodes, budget, overlong)
         self.untrainable.count(groups, episodes)
         with clock("train"):
             if episodes:
-                training = await self.train(episodes)
+                training |= await self.train(episodes)
         self.steps_done = step + 1
         with clock("sync"):
             if episodes:
@@ -205,13 +208,15 @@ class Controller(Configurable):
     async def train(self, episodes: list[Episode]) -> dict[str, float]:
         """Optimizer steps on these episodes: one, unless trainer.updates_per_step says more."""
         config = self.config.trainer
-        validate(episodes, vocab_size=self.vocab_size, version=self.policy_version)
-        episodes, counts = limit_length(episodes, config.tokens_per_microbatch, config.overlong)
-        if not episodes:
-            return counts
+        validate(
+            episodes,
+            vocab_size=self.vocab_size,
+            version=self.policy_version,
+            experts=self.experts,
+        )
         if self.reference:
             episodes = await unless(self.interrupted, self.add_ref_logprobs(episodes))
-        validate(episodes, needs=self.needs)
+        require(episodes, self.needs)
         longest, dp_degree = self.config.generator.sampling.max_tokens, config.parallelism.dp_degree
         grids = [
             self.grid(weigh(part, config.loss.reduction, fixed_length=longest), dp_degree)
@@ -220,7 +225,7 @@ class Controller(Configurable):
         call = self.trainer.actor.train_step.call(*grids)
         metrics = merge_metrics(per_rank(await self.answer("the trainer to train", call)))
         self.policy_version += 1
-        return {**flatten(metrics), **counts, **grid_metrics(grids)}
+        return {**flatten(metrics), **grid_metrics(grids)}
 
     def grid(self, episodes: list[Episode], dp_degree: int) -> Grid:
         return make_grid(

@@ -26,7 +26,7 @@ class RecipeError(ValueError):
 
 def load_module(name: str = DEFAULT_MODULE) -> ModuleType:
     """Import the module that holds the recipes; the working directory comes first."""
-    folder = Path.cwd()
+    folder, file = Path.cwd(), None
     if name.endswith(".py"):
         file = Path(name).absolute()
         if not file.is_file():
@@ -43,9 +43,12 @@ def load_module(name: str = DEFAULT_MODULE) -> ModuleType:
             "path/to/file.py or package.module"
         )
     try:
-        return importlib.import_module(name)
+        module = importlib.import_module(name)
     except Exception as error:
         raise RecipeError(f"cannot import recipes from {name!r}: {error!r}") from error
+    if file and Path(module.__file__ or "") != file:
+        raise RecipeError(f"--module {file}: {name!r} is also {module.__file__}; rename the file")
+    return module
 
 
 def find_recipes(module: ModuleType) -> dict[str, Recipe]:

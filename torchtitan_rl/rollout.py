@@ -59,7 +59,7 @@ class UntrainableSteps:
             return
         rewards = sorted({sample.reward for group in groups for sample in group.scored})
         raise RuntimeError(
-            f"{self.in_a_row} steps in a row had nothing to learn from: every advantage was 0 "
-            f"(rewards seen: {rewards[:5]}). Look at the prompts, the reward function and "
-            "generator.sampling.max_tokens"
+            f"{self.in_a_row} steps in a row had nothing to learn from: every advantage was 0, or "
+            f"every episode too long (rewards seen: {rewards[:5]}). Look at the prompts, the "
+            "reward function, generator.sampling.max_tokens and the overlong/ counts in the metrics"
         )

@@ -1,6 +1,45 @@
 """Which experts a router chose, as a compact array [tokens, layers with experts, top_k]."""
 
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
+
+from torchtitan_rl.models.hf import moe_layers
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """What routing of a model looks like."""
+
+    layers: int
+    """Layers with experts."""
+    top_k: int
+    """Experts a token goes to in each."""
+    count: int
+    """Experts to choose from."""
+
+    @classmethod
+    def of(cls, hf: dict[str, Any]) -> "Experts | None":
+        """Those of a model by its config.json; None if it is dense."""
+        layers = len(moe_layers(hf))
+        return cls(layers, hf["num_experts_per_tok"], hf["num_experts"]) if layers else None
+
+    def problem(self, routing: np.ndarray) -> str | None:
+        """What is wrong with an episode's routing, if anything."""
+        if routing.ndim != 3 or routing.shape[1:] != (self.layers, self.top_k):
+            return (
+                f"routed_experts has the shape {routing.shape}; the model needs [tokens, "
+                f"{self.layers} layers with experts, top {self.top_k}]"
+            )
+        if routing.dtype != expert_dtype(self.count):
+            return f"routed_experts is {routing.dtype}; expected {expert_dtype(self.count)}"
+        ordered = np.sort(routing, axis=-1)
+        if len(ordered) and (ordered.min() < 0 or ordered.max() >= self.count):
+            return f"routed_experts names experts outside 0..{self.count - 1}"
+        if (ordered[..., 1:] == ordered[..., :-1]).any():
+            return "routed_experts names an expert twice for one token"
+        return None
 
 
 def expert_dtype(experts: int) -> np.dtype:

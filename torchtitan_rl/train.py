@@ -145,7 +145,7 @@ def finished(config: Controller.Config) -> bool:
     if done < config.steps or not folder.model.exists():
         return False
     console.print(
-        f"{folder.relative} has done its {done} steps; --steps says how many", markup=False
+        f"{folder.relative} has done its {done} steps; a higher --steps goes on", markup=False
     )
     print_summary(folder)
     return True

@@ -90,8 +90,8 @@ def test_a_filter_can_only_narrow_and_token_0_never_echoes(tokens):
         (lambda: ToolEcho(tool_names=frozenset()), "tool_names is empty"),
         (lambda: EchoConfig(user=RoleEcho(), filter="mine"), "unknown echo filter 'mine'"),
         (
-            lambda: EchoConfig(user=RoleEcho(), filter="math:hypot", filter_kwargs={"x": 1}),
-            "echo filter 'math:hypot' cannot take",
+            lambda: EchoConfig(user=RoleEcho(), filter="shutil:which", filter_kwargs={"x": 1}),
+            "echo filter 'shutil:which' cannot take kwargs.*it takes mode, path",
         ),
     ],
 )

@@ -138,15 +138,11 @@ def test_equal_items_are_split_as_evenly_as_they_can_be_in_as_few_microbatches(
     assert max(loads) - min(loads) <= 1
 
 
-def rank_loads(dealt, costs):
-    return [sum(costs[i] for row in dealt for i in row[rank]) for rank in range(len(dealt[0]))]
-
-
 def test_ranks_are_level_where_equal_cells_would_not_make_them_so():
     costs = [4.0, 2.0, 2.0, 1.0, 1.0]
     dealt = pack([4, 2, 2, 1, 1], costs, budget=4, ranks=2)
     assert len(dealt) == 2
-    assert rank_loads(dealt, costs) == [5.0, 5.0]
+    assert loads_of(dealt, costs) == [5.0, 5.0]
 
 
 def test_an_item_over_the_budget_is_refused():

@@ -2,10 +2,12 @@
 
 import math
 
+import numpy as np
 import pytest
 
 from tests.support import episode
-from torchtitan_rl.batching.validation import validate
+from torchtitan_rl.batching.validation import require, validate
+from torchtitan_rl.routing import Experts
 
 NAN = math.nan
 
@@ -99,11 +101,11 @@ def test_ids_and_versions_are_unbounded_without_bounds():
 )
 def test_a_field_that_a_setting_needs_is_asked_of_every_episode(changes, needs, problem):
     wanted = {needs: "trainer.loss.some_term"}
-    validate([full_episode()], needs=wanted)
+    require([full_episode()], wanted)
     validate([full_episode(**changes)])
     bad = full_episode(task="chat", group_id="chat/train/3", **changes)
     with pytest.raises(ValueError, match=rf"{problem} trainer\.loss\.some_term needs") as error:
-        validate([full_episode(), bad], needs=wanted)
+        require([full_episode(), bad], wanted)
     assert "task 'chat', group 'chat/train/3'" in str(error.value)
 
 
@@ -112,13 +114,57 @@ def test_a_prompt_token_cannot_train_where_logprobs_of_sampled_tokens_are_needed
     trains_prompt = full_episode(loss_mask=[False, True, False, True, True])
     validate([trains_prompt])
     with pytest.raises(ValueError, match=f"no {field}; trainer.loss.some_term needs it"):
-        validate([trains_prompt], needs={field: "trainer.loss.some_term"})
+        require([trains_prompt], {field: "trainer.loss.some_term"})
 
 
 def test_a_prompt_token_may_train_where_what_is_needed_covers_the_prompt():
     trains_prompt = full_episode(loss_mask=[False, True, False, True, True])
-    validate([trains_prompt], needs={"advantages": "trainer.loss.some_term"})
+    require([trains_prompt], {"advantages": "trainer.loss.some_term"})
 
 
 def test_no_episodes_are_nothing_to_refuse():
-    validate([], vocab_size=10, version=3, needs={"ref_logprobs": "trainer.loss.some_term"})
+    validate([], vocab_size=10, version=3)
+    require([], {"ref_logprobs": "trainer.loss.some_term"})
+
+
+def test_what_was_added_after_validation_is_looked_at_too():
+    bad = full_episode(ref_logprobs=[-0.5, math.nan])
+    with pytest.raises(ValueError, match="ref_logprobs holds a value that is not finite"):
+        require([bad], {"ref_logprobs": "trainer.loss.ref_kl"})
+
+
+EXPERTS = Experts(layers=2, top_k=2, count=8)
+
+
+def routed(routing):
+    return [episode(task="chat", group_id="chat/3", routed_experts=routing)]
+
+
+def routing(first=(0, 1), *, layers=2, dtype=np.uint8):
+    return np.tile(np.array(first, dtype=dtype), (5, layers, 1))
+
+
+def test_routing_that_fits_is_valid():
+    validate(routed(routing((7, 0))), experts=EXPERTS)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "problem"),
+    [
+        (routing(layers=3), r"shape \(5, 3, 2\); the model needs \[tokens, 2 layers.* top 2\]"),
+        (routing((0, 1, 2)), r"shape \(5, 2, 3\)"),
+        (routing()[:, 0], r"shape \(5, 2\)"),
+        (routing()[:4], "routed_experts has 4 values for 5 tokens"),
+        (routing(dtype=np.int16), "routed_experts is int16; expected uint8"),
+        (routing((0, 8)), r"outside 0\.\.7"),
+        (routing((3, 3)), "names an expert twice"),
+    ],
+)
+def test_routing_that_does_not_fit_the_model_is_refused(wrong, problem):
+    with pytest.raises(ValueError, match=rf"task 'chat', group 'chat/3': .*{problem}"):
+        validate(routed(wrong), experts=EXPERTS)
+
+
+def test_a_dense_model_has_no_use_for_routing():
+    with pytest.raises(ValueError, match="the model has no experts"):
+        validate(routed(routing()))

@@ -239,10 +239,6 @@ def test_nothing_is_taken_over_from_an_earlier_microbatch(model):
         (any_routing()[..., :1], r"shape \(141, 2, 1\)"),
         (any_routing().flatten(0, 1), r"shape \(282, 2\)"),
         (any_routing()[:-1], "has 140 tokens; the forward pass has 3 rows of 47"),
-        (any_routing().float(), r"expert numbers; got torch\.float32"),
-        (any_routing() + 7, r"outside 0\.\.7"),
-        (any_routing() - 1, r"outside 0\.\.7"),
-        (torch.zeros(141, 2, 2, dtype=torch.uint8), r"an expert twice.*routing\.filler"),
     ],
 )
 def test_routing_that_does_not_fit_is_refused(model, routing, message):

@@ -138,6 +138,8 @@ def test_a_folder_without_a_config_is_named(tmp_path):
         (without("intermediate_size"), "lacks the field 'intermediate_size'"),
         (without("num_hidden_layers"), "lacks the field 'num_hidden_layers'"),
         (without("rope_theta"), "lacks the field 'rope_theta'"),
+        (VALID | {"attention_bias": True}, "attention_bias = True; only False is supported"),
+        (VALID | {"hidden_act": "gelu"}, "hidden_act = 'gelu'; only 'silu' is supported"),
         (VALID | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "RoPE scaling 'yarn'"),
         (VALID | {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "RoPE scaling 'yarn'"),
         (VALID | {"rope_parameters": {"rope_type": "llama3"}}, "RoPE scaling 'llama3'"),

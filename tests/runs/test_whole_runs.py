@@ -212,6 +212,16 @@ def takes_its_processes_along_when_killed(run: Run) -> None:
     assert not alive
 
 
+def test_a_run_whose_episodes_are_all_too_long_stops_and_says_so(tiny_model, tmp_path):
+    tight = ("--trainer.tokens_per_microbatch", "4", "--trainer.overlong", "drop")
+    run = Run(tiny_model, tmp_path, *tight, "--most_untrainable_steps", "2")
+    assert run.finish() == 1, run.output
+    assert "2 steps in a row had nothing to learn from" in run.output
+    assert "every episode too long" in run.output
+    assert run.metrics()[0]["overlong/dropped"] > 0
+    assert run.metrics()[0]["episodes"] == 0
+
+
 def test_ctrl_c_while_starting_leaves_nothing(tiny_model, tmp_path):
     run = Run(tiny_model, tmp_path)
     deadline = time.monotonic() + 60

@@ -293,7 +293,7 @@ class Engine:
         )
 
     def _finish(self, output: Any) -> None:
-        call, slot, prompt_idx = self._slots.pop(output.request_id)
+        call, slot, prompt_idx = self._slots[output.request_id]
         made = output.outputs[0]
         token_ids = list(made.token_ids)
         call.completions[slot] = Completion(
@@ -320,6 +320,8 @@ class Engine:
             for completion, text in zip(completions, texts, strict=True):
                 completion.text = text
             call.future.set_result(completions)
+        # Last: if anything above fails, whoever waits for this slot is told.
+        del self._slots[output.request_id]
 
     def _abort(self, call: _Call) -> None:
         # The engine says nothing of an aborted request, so its slot is released here.

@@ -189,16 +189,16 @@ async def _start_processes(name: str, processes: int, command: Any) -> Any:
         try:
             await procs.initialized
             return procs
-        except ValueError as error:
-            reason = f"the {name}'s process did not start: {error}"
-        except BaseException:
+        except BaseException as error:
             await _give_up(procs)
-            raise
+            if "Timeout" not in str(error):
+                raise
+            reason, cause = f"the {name}'s process did not start: {error}", error
         if attempt == 1:
             console.print(f"{reason}; trying once more", markup=False)
     raise TimeoutError(
         f"{reason}. Is the machine very busy? Set {START_SECONDS_VARIABLE}=300s to wait longer"
-    )
+    ) from cause
 
 
 class ProcessIds(Actor):

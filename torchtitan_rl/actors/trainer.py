@@ -93,7 +93,8 @@ class Trainer(Actor, Configurable):
         """Compute a prompt once for all its samples in a microbatch; on a CPU only, as yet."""
         parallelism: Parallelism = field(default_factory=Parallelism)
         dtype: Dtype = "auto"
-        """Of the computation; `auto`: float32 on a CPU, bfloat16 on a GPU. Weights stay float32."""
+        """Of the computation; `auto`: float32 on a CPU, bfloat16 on a GPU. Weights stay float32. On
+        a GPU attention and experts compute in bfloat16 all the same."""
         activation_checkpoint: Literal["none", "full"] = "none"
         """`full` recomputes each layer in the backward pass to save memory."""
         weight_sync: Transport = "shm"
@@ -201,7 +202,8 @@ class Trainer(Actor, Configurable):
 
     @endpoint
     async def logprobs(self, cell: Microbatch) -> torch.Tensor:
-        """[tokens] logprobs of the tokens that train under the current weights, else NaN."""
+        """[tokens] logprobs of the tokens that train under the current weights, else NaN; experts
+        are the live router's, whatever `router_replay` says."""
         return self.rank.logprobs(cell)
 
     @endpoint

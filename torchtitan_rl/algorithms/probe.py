@@ -3,6 +3,7 @@
 A loss that breaks on a rank breaks inside a collective, where the others wait for it.
 """
 
+import sys
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
@@ -23,7 +24,7 @@ def check_loss(name: str, loss: Callable[[LossInputs], LossOutput], *, has_refer
         except Exception as error:
             hint = "" if has_reference else " (without trainer.loss.ref_kl, ref_logprobs is None)"
             raise ValueError(
-                f"{who} failed {batch}{hint}, {_place(error)}: {error!r}; its inputs have "
+                f"{who} failed {batch}{hint}, {_place(name, error)}: {error!r}; its inputs have "
                 f"{', '.join(f.name for f in fields(LossInputs))}"
             ) from error
         if not isinstance(output, LossOutput) or not isinstance(output.loss_sum, torch.Tensor):
@@ -43,9 +44,12 @@ def check_loss(name: str, loss: Callable[[LossInputs], LossOutput], *, has_refer
         )
 
 
-def _place(error: Exception) -> str:
-    """Where the user's code raised."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
+def _place(name: str, error: Exception) -> str:
+    """The last line of the loss function's own file that the error came through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    module = sys.modules.get(name.partition(":")[0])
+    own = [frame for frame in frames if frame.filename == getattr(module, "__file__", None)]
+    frame = (own or frames)[-1]
     return f"{frame.filename}:{frame.lineno}"
 
 

@@ -4,9 +4,12 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from torchtitan_rl.batching.documents import Document
 from torchtitan_rl.batching.microbatch import Piece
 from torchtitan_rl.batching.packing import deal
+from torchtitan_rl.batching.schema import loss_mask, present_fields
 from torchtitan_rl.types import Episode
 
 
@@ -27,23 +30,25 @@ class Bundle:
             yield index, Piece(episodes[index], prompt, episodes[index].length)
 
 
-def share(episodes: Sequence[Episode], *, ranks: int, budget: int) -> list[Bundle]:
+def share(episodes: Sequence[Episode], *, parts: int, budget: int) -> list[Bundle]:
     """Bundles of samples that have their prompt in common, none of more than `budget` tokens.
 
-    A group that is more than a rank's share of the work is cut into even parts, so that no rank is
-    left without any.
+    A group that is more than one of so many `parts` of the work is cut into even pieces.
     """
     groups = [_bundle(episodes, members) for members in _by_prompt(episodes)]
-    fair = -(-sum(group.document.tokens for group in groups) // ranks)
-    return [part for group in groups for part in _cut(group, episodes, fair, budget)]
+    fair = -(-sum(group.document.tokens for group in groups) // parts)
+    return [piece for group in groups for piece in _cut(group, episodes, fair, budget)]
 
 
 def _by_prompt(episodes: Sequence[Episode]) -> list[list[int]]:
     groups: dict[object, list[int]] = {}
+    streams = [f for f in present_fields(episodes) if f.covers == "tokens"]
     for index, episode in enumerate(episodes):
-        prompt = tuple(episode.prompt_token_ids)
+        prompt = len(episode.prompt_token_ids)
         own = not episode.token_ids or _trains_prompt(episode)
-        groups.setdefault(index if own else (episode.group_id, prompt), []).append(index)
+        # Not the ids alone: whatever else is known of a prompt's tokens, the copy has it too.
+        known = tuple(np.asarray(f.of(episode)[:prompt]).tobytes() for f in streams)
+        groups.setdefault(index if own else (episode.group_id, known), []).append(index)
     return list(groups.values())
 
 
@@ -51,8 +56,7 @@ def _trains_prompt(episode: Episode) -> bool:
     """Whether any token of the prompt trains: then it is not the same for all samples."""
     prompt = len(episode.prompt_token_ids)
     echo = (episode.echo_alpha or [])[:prompt]
-    mask = episode.loss_mask if episode.loss_mask is not None else []
-    return any(mask[:prompt]) or not all(map(math.isnan, echo))
+    return any(loss_mask(episode)[:prompt]) or not all(map(math.isnan, echo))
 
 
 def _bundle(episodes: Sequence[Episode], members: list[int]) -> Bundle:

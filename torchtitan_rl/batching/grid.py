@@ -8,7 +8,7 @@ import torch
 from torchtitan_rl.batching.bundles import Bundle, share
 from torchtitan_rl.batching.documents import Document
 from torchtitan_rl.batching.microbatch import Microbatch, Piece, microbatch
-from torchtitan_rl.batching.packing import pack
+from torchtitan_rl.batching.packing import pack, rank_loads
 from torchtitan_rl.batching.schema import describe, present_fields
 from torchtitan_rl.types import Episode
 
@@ -41,6 +41,12 @@ class Grid:
     def padding_tokens(self) -> int:
         return sum(cell.tokens for row in self.cells for cell in row if not cell.real)
 
+    @property
+    def padding_share(self) -> float:
+        """Share of the cells in which a rank has nothing to do."""
+        cells = [cell for row in self.cells for cell in row]
+        return sum(not cell.real for cell in cells) / len(cells)
+
 
 @dataclass(slots=True)
 class Place:
@@ -70,18 +76,27 @@ def make_grid(
     if not episodes:
         raise ValueError("there are no episodes to train on")
     _check_lengths(episodes, tokens_per_microbatch)
-    bundles = [Bundle(Document(e.length), [i]) for i, e in enumerate(episodes)]
-    if share_prompts:
-        bundles = share(episodes, ranks=dp_degree, budget=tokens_per_microbatch)
-    documents = [b.document for b in bundles]
-    dealt = pack(
-        [d.tokens for d in documents],
+
+    def plan(bundles: list[Bundle]) -> tuple[float, list[list[list[Bundle]]]]:
+        """The load of the busiest rank, and what each is dealt."""
+        documents = [b.document for b in bundles]
         # Forward, a token costs 24 h² operations in a layer, and each token that it sees 4 h.
-        [d.tokens + d.visible / (6 * hidden_size) for d in documents],
-        budget=tokens_per_microbatch,
-        ranks=dp_degree,
-    )
-    return _lay_out(episodes, [[[bundles[i] for i in cell] for cell in row] for row in dealt])
+        costs = [d.tokens + d.visible / (6 * hidden_size) for d in documents]
+        sizes = [d.tokens for d in documents]
+        dealt = pack(sizes, costs, budget=tokens_per_microbatch, ranks=dp_degree)
+        return max(rank_loads(dealt, costs)), [
+            [[bundles[i] for i in cell] for cell in row] for row in dealt
+        ]
+
+    if not share_prompts:
+        plans = [plan([Bundle(Document(e.length), [i]) for i, e in enumerate(episodes)])]
+    else:
+        # Whole groups save most; smaller pieces can be dealt more evenly.
+        plans = [
+            plan(share(episodes, parts=dp_degree * finer, budget=tokens_per_microbatch))
+            for finer in ((1, 2, 4, 8) if dp_degree > 1 else (1,))
+        ]
+    return _lay_out(episodes, min(plans, key=lambda planned: planned[0])[1])
 
 
 def _check_lengths(episodes: Sequence[Episode], tokens_per_microbatch: int) -> None:
@@ -126,7 +141,7 @@ def grid_metrics(grids: Sequence[Grid]) -> dict[str, float]:
     return {
         "train/updates": len(grids),
         "train/tokens": tokens - padding,
-        "padding_share": padding / tokens,
+        "padding_share": sum(g.padding_share for g in grids) / len(grids),
         "shared_share": 1 - (tokens - padding) / episodes,
     }
 

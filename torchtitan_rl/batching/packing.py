@@ -23,23 +23,24 @@ def pack(
     if max(sizes, default=0) > budget:
         raise ValueError(f"an item of {max(sizes)} is larger than the budget of {budget}")
     order = sorted(range(len(sizes)), key=lambda i: -costs[i])
-    fewest = max(1, -(-sum(sizes) // (budget * ranks)))
-    # With a bin for each item, all fit.
-    for microbatches in range(fewest, max(fewest, len(sizes)) + 1):
-        bins = deal(order, sizes, costs, budget, microbatches * ranks)
-        if bins is None:
-            continue
-        rows = _rows(bins, costs, ranks)
-        if _spread(rows, costs) > EVEN:
-            other = _ranks_first(order, sizes, costs, budget, microbatches, ranks)
-            rows = min(rows, other or rows, key=lambda rows: _spread(rows, costs))
-        return rows
-    raise AssertionError("unreachable")
+    microbatches = max(1, -(-sum(sizes) // (budget * ranks)))
+    while (bins := deal(order, sizes, costs, budget, microbatches * ranks)) is None:
+        microbatches += 1
+    rows = _rows(bins, costs, ranks)
+    if _spread(rows, costs) > EVEN:
+        other = _ranks_first(order, sizes, costs, budget, microbatches, ranks)
+        rows = min(rows, other or rows, key=lambda rows: _spread(rows, costs))
+    return rows
+
+
+def rank_loads(rows: list[list[list[int]]], costs: Sequence[float]) -> list[float]:
+    """The cost of what each rank is dealt."""
+    return [sum(costs[i] for row in rows for i in row[rank]) for rank in range(len(rows[0]))]
 
 
 def _spread(rows: list[list[list[int]]], costs: Sequence[float]) -> float:
     """By how much the busiest rank's load exceeds the idlest one's, as a share of its own."""
-    loads = [sum(costs[i] for row in rows for i in row[rank]) for rank in range(len(rows[0]))]
+    loads = rank_loads(rows, costs)
     return 1 - min(loads) / max(max(loads), 1e-9)
 
 

@@ -51,9 +51,10 @@ def loss_mask(episode: Episode) -> Sequence[bool]:
     mask = episode.loss_mask
     if mask is None:
         mask = [False] * len(episode.prompt_token_ids) + [True] * len(episode.token_ids)
-    if episode.echo_alpha is None:
+    echo = episode.echo_alpha
+    if echo is None or len(echo) != len(mask):  # validation says whose length is wrong
         return mask
-    return [m and math.isnan(a) for m, a in zip(mask, episode.echo_alpha, strict=False)]
+    return [m and math.isnan(a) for m, a in zip(mask, echo, strict=True)]
 
 
 def read_fields(episode_type: type[Episode] = Episode) -> tuple[Field, ...]:

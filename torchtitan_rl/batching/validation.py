@@ -7,6 +7,7 @@ from itertools import chain
 import numpy as np
 
 from torchtitan_rl.batching.schema import FIELDS, Field, describe, loss_mask
+from torchtitan_rl.routing import Experts
 from torchtitan_rl.types import Episode
 
 
@@ -15,20 +16,30 @@ def validate(
     *,
     vocab_size: int | None = None,
     version: int | None = None,
-    needs: Mapping[str, str] | None = None,
+    experts: Experts | None = None,
 ) -> None:
-    """Refuse what would fail, or quietly mistrain, on a rank.
-
-    `needs`: optional fields that must be there, each with the setting that needs it.
-    """
+    """Refuse what would fail, or quietly mistrain, on a rank."""
     for episode in episodes:
-        problems = chain(
+        _refuse(
+            episode,
             _structure(episode, vocab_size, version),
             *(_values(episode, field) for field in FIELDS),
-            *(_missing(episode, field, needs) for field in FIELDS if needs and field.name in needs),
+            _routing(episode, experts),
         )
-        for problem in problems:
-            raise ValueError(f"{describe(episode)}: {problem}")
+
+
+def require(episodes: Sequence[Episode], needs: Mapping[str, str]) -> None:
+    """Refuse episodes without the optional fields in `needs`, each named with its setting."""
+    for episode in episodes:
+        for field in FIELDS:
+            if field.name in needs:
+                missing = _missing(episode, field, needs[field.name])
+                _refuse(episode, missing, _values(episode, field))
+
+
+def _refuse(episode: Episode, *problems: Iterator[str]) -> None:
+    for problem in chain(*problems):
+        raise ValueError(f"{describe(episode)}: {problem}")
 
 
 def _structure(episode: Episode, vocab_size: int | None, version: int | None) -> Iterator[str]:
@@ -72,8 +83,16 @@ def _values(episode: Episode, field: Field) -> Iterator[str]:
             yield f"{field.name} holds a value that is not finite"
 
 
-def _missing(episode: Episode, field: Field, needs: Mapping[str, str]) -> Iterator[str]:
-    setting = needs[field.name]
+def _routing(episode: Episode, experts: Experts | None) -> Iterator[str]:
+    if episode.routed_experts is None:
+        return
+    if experts is None:
+        yield "it has routed_experts, but the model has no experts"
+    elif problem := experts.problem(episode.routed_experts):
+        yield problem
+
+
+def _missing(episode: Episode, field: Field, setting: str) -> Iterator[str]:
     if field.of(episode) is None:
         yield f"it has no {field.name}, which {setting} needs"
     prompt = len(episode.prompt_token_ids)

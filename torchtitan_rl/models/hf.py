@@ -26,7 +26,7 @@ COMPANION_FILES = (
 
 
 _LLAMA_FIELDS = (
-    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "model_type"),
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "rms_norm_eps", "max_position_embeddings"),
 )
 NEEDED_FIELDS = {
@@ -38,6 +38,15 @@ NEEDED_FIELDS = {
     ),
 }
 """Architectures that can be trained, and the fields their config.json must have."""
+
+
+PLAIN = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "use_sliding_window": False,
+}
+"""What else a config.json may say, and what the models here are; another value would be ignored."""
 
 
 @contextmanager
@@ -96,6 +105,11 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
         if name not in config:
             raise ModelFolderError(f"{path} lacks the field {name!r}")
     rope_theta(config)
+    for name, supported in PLAIN.items():
+        if config.get(name, supported) not in (supported, None):
+            raise ModelFolderError(
+                f"{path} has {name} = {config[name]!r}; only {supported!r} is supported"
+            )
     return config
 
 

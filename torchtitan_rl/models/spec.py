@@ -1,7 +1,7 @@
 """From an HF folder to a torchtitan ModelSpec: the folder's config.json is the only description.
 
-There is no table of sizes to keep: any folder whose architecture is listed in `ARCHITECTURES`
-trains, from the 0.6M-parameter starting model to Qwen3-14B and the mixtures of experts.
+There is no table of sizes to keep: any folder whose architecture `hf.NEEDED_FIELDS` lists trains,
+from the 0.6M-parameter starting model to Qwen3-14B and the mixtures of experts.
 """
 
 from collections.abc import Callable
@@ -36,8 +36,7 @@ def model_spec(folder: str | Path) -> ModelSpec:
         >>> spec.model.dim                            # doctest: +SKIP
         128
     """
-    config = read_hf_config(folder)
-    return ARCHITECTURES[config["architectures"][0]](config, Path(folder).name)
+    return _decoder(read_hf_config(folder), Path(folder).name)
 
 
 def build_on_meta(spec: ModelSpec) -> nn.Module:
@@ -78,7 +77,7 @@ def _decoder(config: dict[str, Any], name: str) -> ModelSpec:
                     max_seq_len=config["max_position_embeddings"],
                     theta=rope_theta(config),
                 ),
-                qk_norm=None if config["model_type"] == "llama" else norm(head_dim),
+                qk_norm=norm(head_dim) if config["architectures"][0].startswith("Qwen3") else None,
             ),
             moe=moe_config(config, linear) if sparse else None,
             feed_forward=None
@@ -118,10 +117,3 @@ def _decoder(config: dict[str, Any], name: str) -> ModelSpec:
 def _packed_attention() -> Module.Config:
     """What never attends across documents of a row; on a GPU torchtitan has it."""
     return PackedAttention.Config() if device_type() == "cpu" else VarlenAttention.Config()
-
-
-ARCHITECTURES: dict[str, Callable[[dict[str, Any], str], ModelSpec]] = {
-    "LlamaForCausalLM": _decoder,
-    "Qwen3ForCausalLM": _decoder,
-    "Qwen3MoeForCausalLM": _decoder,
-}
