@@ -30,6 +30,8 @@ class PerToken:
     covers: Covers
     """A value for each token of prompt and completion, for each of the completion, or one for all
     tokens of the episode."""
+    gaps: bool = False
+    """Whether an episode's values may be NaN, where a token has none."""
 
 
 @dataclass(slots=True)
@@ -100,8 +102,14 @@ class Episode:
         np.ndarray | None, PerToken("routed_experts", "uint8", "distinct", "tokens")
     ] = None
     """The experts each token went to in the generator, as in `Completion`; for router replay."""
+    echo_alpha: Annotated[
+        list[float] | None, PerToken("echo_alpha", "float32", math.nan, "tokens", gaps=True)
+    ] = None
+    """Weight of a token's cross-entropy beside RL; NaN where it has none. A token with a weight, be
+    it 0, is out of RL."""
     loss_mask: list[bool] | None = None
-    """Which tokens of prompt and completion train; None: all of `token_ids`, none of the prompt."""
+    """Which tokens of prompt and completion train by RL, unless they echo; None: all of
+    `token_ids`, none of the prompt."""
 
     @property
     def length(self) -> int:

@@ -1,6 +1,7 @@
 """The trainer on real gloo ranks: gradients, steps, checkpoints, HF in and out, weight sync."""
 
 import asyncio
+import math
 import random
 from dataclasses import replace
 
@@ -139,6 +140,61 @@ async def test_sharing_prompts_changes_nothing_but_the_work(
     for actor, ranks in ((trainer, 1), (two_ranks, 2), (tensor_parallel, 2)):
         shared = await gradients(actor, episodes, dp_degree=ranks, budget=budget, share=True)
         assert relative_difference(shared, alone) < 1e-6
+
+
+def with_echo(episodes):
+    """Echo on some tokens of prompts and completions, of some episodes; 0 is a weight, NaN none."""
+    rng = random.Random(1)
+    return [
+        replace(
+            e,
+            echo_alpha=[math.nan]
+            + [
+                rng.choice([math.nan, math.nan, 0.0, 0.5, -0.25] if i % 3 else [math.nan])
+                for _ in range(e.length - 1)
+            ],
+        )
+        for i, e in enumerate(episodes)
+    ]
+
+
+async def test_echo_has_a_denominator_of_its_own_however_the_batch_is_split(
+    trainer, two_ranks, tensor_parallel
+):
+    episodes = with_echo(random_episodes(9, longest=40, seed=4))
+    whole = await gradients(trainer, episodes, dp_degree=1, budget=100_000)
+    split = await gradients(trainer, episodes, dp_degree=1, budget=70)
+    sharded = await gradients(two_ranks, episodes, dp_degree=2, budget=70)
+    sliced = await gradients(tensor_parallel, episodes, dp_degree=2, budget=70, share=True)
+    for other in (split, sharded, sliced):
+        assert relative_difference(other, whole) < 1e-6
+
+
+async def test_the_gradient_of_echo_is_that_of_cross_entropy(trainer, tiny_model):
+    """Against transformers: RL over its tokens, echo over its own, at temperature 1."""
+    episodes = with_echo(random_episodes(4, longest=12))
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    rl, echo = [], []
+    for e in episodes:
+        ids = torch.tensor([e.prompt_token_ids + e.token_ids])
+        logits = model(ids).logits[0, :-1]
+        for position in range(1, e.length):
+            token, alpha = ids[0, position], e.echo_alpha[position]
+            if not math.isnan(alpha):
+                echo.append(-alpha * torch.log_softmax(logits[position - 1], -1)[token])
+            elif position >= len(e.prompt_token_ids):
+                scaled = torch.log_softmax(logits[position - 1] / e.temperature, -1)
+                rl.append(-e.advantage * scaled[token])
+    (sum(rl) / len(rl) + sum(echo) / len(echo)).backward()
+    ours = await gradients(
+        trainer, episodes, dp_degree=1, budget=4096, loss=LossConfig(name="reinforce")
+    )
+    for titan, hf in {
+        "tok_embeddings.weight": "model.embed_tokens.weight",
+        "layers.1.attention.wo.weight": "model.layers.1.self_attn.o_proj.weight",
+    }.items():
+        expected = model.get_parameter(hf).grad
+        torch.testing.assert_close(ours[titan], expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("loss", LOSSES)

@@ -228,7 +228,8 @@ def test_the_layout_by_table(lengths, dp_degree, budget, tokens, padding):
 
 def test_a_rank_without_an_episode_gets_padding_with_every_field_that_trains_nothing():
     experts = np.zeros((5, 2, 2), np.uint8)
-    one = episode(ref_logprobs=[-1, -2], routed_experts=experts)
+    echo = [float("nan")] * 5
+    one = episode(ref_logprobs=[-1, -2], routed_experts=experts, echo_alpha=echo)
     grid = make_grid([one], dp_degree=3, tokens_per_microbatch=8)
     ((real, *paddings),) = grid.cells
     assert real.real
@@ -238,6 +239,7 @@ def test_a_rank_without_an_episode_gets_padding_with_every_field_that_trains_not
         assert padding.documents == [Document(1)]
         assert padding.streams.keys() == {field.name for field in FIELDS}
         assert not padding.streams["loss_mask"].any()
+        assert not padding.echoes.any()
         assert padding.streams["weights"].item() == 0
         assert padding.streams["routed_experts"].tolist() == [[[0, 1], [0, 1]]]
 

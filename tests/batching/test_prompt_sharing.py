@@ -1,5 +1,7 @@
 """Samples of one prompt behind a single copy of it: which are, and which are not."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -90,6 +92,12 @@ def test_nothing_is_shared_unless_asked_for():
         ),
         # A mask that trains none of the prompt does not matter, nor one that trains nothing.
         ([sample(3, 2), sample(3, 1, loss_mask=[False] * 4)], [Document(3, (2, 1))]),
+        # Nor a prompt that echoes, of which every sample has a loss of its own.
+        (
+            [sample(3, 2, echo_alpha=[math.nan, 1.0, *[math.nan] * 3])] * 2
+            + [sample(3, 2, echo_alpha=[math.nan] * 5)] * 2,
+            [Document(3, (2, 2)), Document(5), Document(5)],
+        ),
         # Nor one whose tokens went to other experts.
         (
             [sample(3, 2, routed_experts=routing(5, e)) for e in (0, 1, 0)],

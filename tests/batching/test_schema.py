@@ -22,14 +22,16 @@ from torchtitan_rl.batching.schema import (
 from torchtitan_rl.types import Episode, PerToken
 
 NAN = math.nan
-OPTIONAL = {"generator_logprobs", "ref_logprobs", "routed_experts"}
+OPTIONAL = {"generator_logprobs", "ref_logprobs", "routed_experts", "echo_alpha"}
 
 
 def full_episode(**changes):
     """An episode with every optional field; its experts are the tokens' ids, and those plus one."""
     one = episode(**{"ref_logprobs": [-0.25, -2.0], **changes})
     ids = np.array(one.prompt_token_ids + one.token_ids, dtype=np.uint8)
-    return replace(one, routed_experts=np.stack([ids, ids + 1], axis=-1)[:, None])
+    echo = ([NAN, 0.5] + [NAN] * (len(ids) - 2)) if len(ids) > 2 else [NAN] * len(ids)
+    experts = np.stack([ids, ids + 1], axis=-1)[:, None]
+    return replace(one, routed_experts=experts, echo_alpha=echo)
 
 
 def row_of(episodes, declared=FIELDS):
@@ -59,6 +61,7 @@ def values(stream):
         ("weights", torch.float32, [0.25] * 5, 0.0),
         ("ref_logprobs", torch.float32, [NAN, NAN, NAN, -0.25, -2.0], NAN),
         ("routed_experts", torch.uint8, [[[i, i + 1]] for i in range(1, 6)], [[0, 1]]),
+        ("echo_alpha", torch.float32, [NAN, 0.5, NAN, NAN, NAN], NAN),
     ],
 )
 def test_an_episode_becomes_one_stream_per_field_and_padding_one_value(name, dtype, stream, pad):
@@ -79,20 +82,45 @@ def test_every_field_of_the_schema_is_in_the_table_above():
         "weights",
         "ref_logprobs",
         "routed_experts",
+        "echo_alpha",
     ]
     assert {field.name for field in FIELDS if field.optional} == OPTIONAL
 
 
 def test_what_a_stream_covers_is_what_the_episode_has_values_for():
     covers = {field.name: field.covers for field in FIELDS}
-    everywhere = {"tokens", "loss_mask", "routed_experts"}
+    everywhere = {"tokens", "loss_mask", "routed_experts", "echo_alpha"}
     assert {name for name in covers if covers[name] == "tokens"} == everywhere
     assert {name for name in covers if covers[name] == "completion"} == OPTIONAL - everywhere
 
 
 def test_an_episodes_own_loss_mask_counts():
     mask = [False, True, False, True, False]
-    assert single(full_episode(loss_mask=mask)).streams["loss_mask"].tolist() == mask
+    assert single(episode(loss_mask=mask)).streams["loss_mask"].tolist() == mask
+
+
+@pytest.mark.parametrize(
+    ("mask", "echo", "rl", "echoes"),
+    [
+        # The spec's: token 0 is cleared by the builder, 0.0 echoes, None does not.
+        ("FFTT", [NAN, 0.0, 0.25, NAN], "FFFT", "FTTF"),
+        ("FFTT", None, "FFTT", "FFFF"),
+        ("FFTT", [NAN] * 4, "FFTT", "FFFF"),
+        (None, [NAN, 1.0, 1.0, 1.0], "FFFF", "FTTT"),
+        (None, [NAN, NAN, -1.0, NAN], "FFFT", "FFTF"),
+    ],
+)
+def test_a_token_that_echoes_is_out_of_rl_whatever_its_weight(mask, echo, rl, echoes):
+    cell = single(
+        episode(
+            prompt_token_ids=[1, 2],
+            token_ids=[3, 4],
+            loss_mask=[c == "T" for c in mask] if mask else None,
+            echo_alpha=echo,
+        )
+    )
+    for found, wanted in ((cell.streams["loss_mask"], rl), (cell.echoes, echoes)):
+        assert "".join("FT"[int(trains)] for trains in found) == wanted
 
 
 def test_episodes_of_a_row_follow_each_other_without_padding():

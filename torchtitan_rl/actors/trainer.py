@@ -14,6 +14,7 @@ from monarch.actor import Actor, endpoint
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.config import Configurable
 
+from torchtitan_rl.algorithms.echo import echo_loss
 from torchtitan_rl.algorithms.objective import LossConfig, objective
 from torchtitan_rl.algorithms.policy_loss import LossInputs, LossOutput
 from torchtitan_rl.batching.grid import Grid
@@ -231,7 +232,7 @@ class Trainer(Actor, Configurable):
 
     def _accumulate(self, grid: Grid, loss: LossConfig) -> Metrics:
         return merge_metrics(
-            self._forward_backward(cell, grid.loss_tokens, loss) for cell in self._column(grid)
+            self._forward_backward(cell, grid, loss) for cell in self._column(grid)
         )
 
     def _update(self, grid: Grid) -> Metrics:
@@ -249,17 +250,22 @@ class Trainer(Actor, Configurable):
         self.optimizers.zero_grad()
         return {**metrics, "train/grad_norm": Mean(grad_norm.item(), 1.0)}
 
-    def _forward_backward(self, cell: Microbatch, loss_tokens: int, loss: LossConfig) -> Metrics:
+    def _forward_backward(self, cell: Microbatch, grid: Grid, loss: LossConfig) -> Metrics:
         """Accumulate the gradient of one microbatch."""
         # Around the backward pass too: activation checkpointing runs the routers again.
         with self.rank.replaying(cell, on=self.config.router_replay):
             predicted = self.rank.predict(cell)
-            output = self._objective(predicted, loss)
+            rl = predicted.where(predicted.streams["loss_mask"])
+            echo = predicted.where(~predicted.streams["loss_mask"])
+            output = self._objective(rl, loss)
+            echoed = echo_loss(echo.logprobs, echo.streams.get("echo_alpha"))
             # A cell of padding still runs backward: FSDP's collectives need every rank.
-            logprobs = predicted.logprobs
-            (output.loss_sum / max(loss_tokens, 1) + logprobs.sum() * 0.0).backward()
-        entropy = Mean(predicted.entropies.sum().item(), float(logprobs.numel()))
-        return {**output.metrics, "train/entropy": entropy}
+            total = predicted.logprobs.sum() * 0.0
+            total = total + output.loss_sum / max(grid.loss_tokens, 1)
+            total = total + echoed.loss_sum / max(grid.echo_tokens, 1)
+            total.backward()
+        entropy = Mean(rl.entropies.sum().item(), float(rl.logprobs.numel()))
+        return {**output.metrics, **echoed.metrics, "train/entropy": entropy}
 
     def _objective(self, predicted: "Predicted", loss: LossConfig) -> LossOutput:
         logprobs, streams = predicted.logprobs, predicted.streams

@@ -1,5 +1,6 @@
 """Which episodes share a document: samples of one prompt behind a single copy of it."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -44,11 +45,18 @@ def _by_prompt(episodes: Sequence[Episode]) -> list[list[int]]:
     streams = [f for f in present_fields(episodes) if f.covers == "tokens"]
     for index, episode in enumerate(episodes):
         prompt = len(episode.prompt_token_ids)
-        own = not episode.token_ids or any(loss_mask(episode)[:prompt])
+        own = not episode.token_ids or _trains_prompt(episode)
         # Not the ids alone: whatever else is known of a prompt's tokens, the copy has it too.
         known = tuple(np.asarray(f.of(episode)[:prompt]).tobytes() for f in streams)
         groups.setdefault(index if own else (episode.group_id, known), []).append(index)
     return list(groups.values())
+
+
+def _trains_prompt(episode: Episode) -> bool:
+    """Whether any token of the prompt trains: then it is not the same for all samples."""
+    prompt = len(episode.prompt_token_ids)
+    echo = (episode.echo_alpha or [])[:prompt]
+    return any(loss_mask(episode)[:prompt]) or not all(map(math.isnan, echo))
 
 
 def _bundle(episodes: Sequence[Episode], members: list[int]) -> Bundle:

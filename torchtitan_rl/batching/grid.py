@@ -21,7 +21,9 @@ class Grid:
     places: list["Place"]
     """For each episode, where its completion is."""
     loss_tokens: int
-    """Tokens that train in all cells together: what the loss is divided by on every rank."""
+    """Tokens that train by RL in all cells together: what its loss is divided by on every rank."""
+    echo_tokens: int
+    """Tokens that echo in all cells together: what their loss is divided by."""
     episode_tokens: int
     """Tokens of all episodes."""
 
@@ -127,6 +129,7 @@ def _lay_out(episodes: Sequence[Episode], dealt: list[list[list[Bundle]]]) -> Gr
         cells=cells,
         places=[places[index] for index in range(len(episodes))],
         loss_tokens=sum(int(cell.streams["loss_mask"].sum()) for row in cells for cell in row),
+        echo_tokens=sum(int(cell.echoes.sum()) for row in cells for cell in row),
         episode_tokens=sum(e.length for e in episodes),
     )
 

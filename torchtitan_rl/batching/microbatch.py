@@ -47,6 +47,13 @@ class Microbatch:
     def tokens(self) -> int:
         return len(self.streams["tokens"])
 
+    @property
+    def echoes(self) -> torch.Tensor:
+        """[tokens] which train by cross-entropy, beside RL."""
+        if "echo_alpha" not in self.streams:
+            return torch.zeros(self.tokens, dtype=torch.bool)
+        return ~self.streams["echo_alpha"].isnan()
+
 
 def microbatch(
     documents: Sequence[Document], pieces: Sequence[Piece], fields: Sequence[Field]

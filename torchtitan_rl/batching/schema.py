@@ -4,6 +4,7 @@ Streams are declared where their values are: on the fields of `Episode`, by `Per
 read off them, and everything else follows from `FIELDS`; nobody lists fields by hand.
 """
 
+import math
 import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +29,8 @@ class Field:
     attribute: str
     """Of the episode; what is cut when the episode is."""
     optional: bool = False
+    gaps: bool = False
+    """Whether an episode's values may be NaN, where a token has none."""
     shape: tuple[int, ...] = ()
     """Of one token's value."""
 
@@ -40,10 +43,18 @@ class Field:
 
 
 def loss_mask(episode: Episode) -> Sequence[bool]:
-    """Which tokens of prompt and completion train."""
-    if episode.loss_mask is not None:
-        return episode.loss_mask
-    return [False] * len(episode.prompt_token_ids) + [True] * len(episode.token_ids)
+    """Which tokens of prompt and completion train by RL.
+
+    Example:
+        loss_mask [F, F, T, T], echo_alpha [NaN, 0.0, 0.25, NaN]: [F, F, F, T]
+    """
+    mask = episode.loss_mask
+    if mask is None:
+        mask = [False] * len(episode.prompt_token_ids) + [True] * len(episode.token_ids)
+    echo = episode.echo_alpha
+    if echo is None or len(echo) != len(mask):  # validation says whose length is wrong
+        return mask
+    return [m and math.isnan(a) for m, a in zip(mask, echo, strict=True)]
 
 
 def read_fields(episode_type: type[Episode] = Episode) -> tuple[Field, ...]:
@@ -64,6 +75,7 @@ def read_fields(episode_type: type[Episode] = Episode) -> tuple[Field, ...]:
                         attrgetter(attribute),
                         attribute,
                         optional=type(None) in typing.get_args(hint.__origin__),
+                        gaps=declared.gaps,
                     )
                 )
     return tuple(found)

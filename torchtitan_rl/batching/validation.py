@@ -52,6 +52,8 @@ def _structure(episode: Episode, vocab_size: int | None, version: int | None) ->
         yield f"token id {max(ids)} lies outside 0..{vocab_size - 1}"
     if episode.loss_mask is not None and any(episode.loss_mask[:1]):
         yield "loss_mask trains token 0, which has nothing to be predicted from"
+    if episode.echo_alpha and not math.isnan(episode.echo_alpha[0]):
+        yield "echo_alpha trains token 0, which has nothing to be predicted from"
     if not episode.temperature > 0:
         yield f"the temperature is {episode.temperature}; greedy samples cannot be trained on"
     if version is not None and episode.policy_version > version:
@@ -72,7 +74,10 @@ def _values(episode: Episode, field: Field) -> Iterator[str]:
     if len(values) != tokens:
         yield f"{field.name} has {len(values)} values for {tokens} tokens"
     finite = np.isfinite(values) if field.dtype.startswith("float") else np.array(True)
-    if not finite.all():
+    if field.gaps:
+        if not (finite | np.isnan(values)).all():
+            yield f"{field.name} holds a value that is not finite"
+    elif not finite.all():
         trains = np.array(loss_mask(episode)[episode.length - tokens :], dtype=bool)
         if not finite[trains].all():
             yield f"{field.name} holds a value that is not finite"

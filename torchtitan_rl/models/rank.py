@@ -39,6 +39,15 @@ class Predicted:
     sequence_ids: torch.Tensor
     """Which sequence each token belongs to."""
 
+    def where(self, chosen: torch.Tensor) -> "Predicted":
+        """Some of the tokens."""
+        if chosen.all():
+            return self
+        streams = {name: stream[chosen] for name, stream in self.streams.items()}
+        return Predicted(
+            self.logprobs[chosen], self.entropies[chosen], streams, self.sequence_ids[chosen]
+        )
+
 
 class ModelRank:
     """A model in memory, its weights not yet loaded, in the process group of its mesh."""
@@ -86,8 +95,10 @@ class ModelRank:
     def predict(self, cell: Microbatch) -> Predicted:
         """A forward pass: logprobs of the tokens that train; token i is predicted at i - 1."""
         row = segments(cell.documents)
-        trains = cell.streams["loss_mask"].nonzero().squeeze(-1)
+        trains = _trained(cell)
         streams = {n: stream[trains].to(self.device) for n, stream in cell.streams.items()}
+        # What nobody sampled was not sampled at a temperature.
+        streams["temperatures"][cell.echoes[trains]] = 1.0
         predictors, sequence_ids = (
             values[trains].to(self.device) for values in (predecessors(row), segment_ids(row))
         )
@@ -119,5 +130,10 @@ class ModelRank:
         """[tokens] logprobs without gradient; NaN at tokens that do not train."""
         values = torch.full((cell.tokens,), torch.nan)
         with torch.no_grad():
-            values[cell.streams["loss_mask"]] = self.predict(cell).logprobs.float().cpu()
+            values[_trained(cell)] = self.predict(cell).logprobs.float().cpu()
         return values
+
+
+def _trained(cell: Microbatch) -> torch.Tensor:
+    """Where in the row the tokens are that train, by RL or by echo."""
+    return (cell.streams["loss_mask"] | cell.echoes).nonzero().squeeze(-1)

@@ -1,0 +1,140 @@
+"""Echo: cross-entropy on tokens that the policy did not sample, beside RL, from the same forward.
+
+In a rollout of several turns the environment's tokens teach the model how the environment answers.
+A token's weight is a stream of its own, `echo_alpha`; it never rides on the advantages.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from torchtitan_rl.algorithms.policy_loss import LossOutput
+from torchtitan_rl.observability.metrics import Distribution, Sum
+from torchtitan_rl.plugins import check_arguments, resolve
+
+Role = Literal["system", "user", "assistant", "tool"]
+ROLES: tuple[Role, ...] = ("system", "user", "assistant", "tool")
+
+
+@dataclass(kw_only=True, slots=True)
+class RoleEcho:
+    """Echo what messages of a role say."""
+
+    alpha: float = 1.0
+    """Weight of a token's cross-entropy; at 0 it only takes the token out of RL."""
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.alpha):
+            raise ValueError(f"echo alpha must be a finite number; got {self.alpha}")
+
+
+@dataclass(kw_only=True, slots=True)
+class ToolEcho(RoleEcho):
+    """Echo what tools answer."""
+
+    tool_names: frozenset[str] | None = None
+    """Of these tools only; None: of all, named or not."""
+
+    def __post_init__(self) -> None:
+        # By name: with slots, the class that super() knows is not the one that is used.
+        RoleEcho.__post_init__(self)
+        if self.tool_names is not None and not self.tool_names:
+            raise ValueError("echo.tool.tool_names is empty: name a tool, or None for all")
+
+
+@dataclass(kw_only=True, slots=True)
+class EchoConfig:
+    """Which tokens of a rollout echo; a role that is None does not."""
+
+    system: RoleEcho | None = None
+    user: RoleEcho | None = None
+    assistant: RoleEcho | None = None
+    """Cross-entropy on the model's own samples, in place of RL on them."""
+    tool: ToolEcho | None = None
+    filter: str = ""
+    """`package.module:function` of a rollout that says, turn by turn, which tokens may echo."""
+    filter_kwargs: dict[str, float | str] = field(default_factory=dict)
+    """Keyword arguments of the filter."""
+
+    def __post_init__(self) -> None:
+        if not any(getattr(self, role) for role in ROLES):
+            raise ValueError("echo needs at least one of system, user, assistant, tool")
+        if self.filter:
+            builtins: dict[str, Callable] = {}
+            function = resolve(self.filter, builtins, what="echo filter")
+            check_arguments(self.filter, function, self.filter_kwargs, what="echo filter")
+
+
+@dataclass(frozen=True, slots=True)
+class Attribution:
+    """Where a token comes from, as the renderer knows it."""
+
+    role: Role
+    content: bool
+    """Of the message's own words, not of the chat's scaffolding."""
+    tool_name: str | None = None
+    """Of a tool's answer."""
+
+
+def echo_alphas(
+    config: EchoConfig,
+    attributions: Sequence[Attribution | None],
+    allowed: Sequence[bool] | None = None,
+) -> list[float | None]:
+    """The weight of each token of a rollout, None for those that do not echo.
+
+    `allowed`, of a filter, can only take tokens out. Token 0 has nothing to be predicted from.
+
+    Example:
+        >>> tool = Attribution("tool", content=True, tool_name="calculator")
+        >>> echo_alphas(EchoConfig(tool=ToolEcho(alpha=0.5)), [None, tool, None, tool])
+        [None, 0.5, None, 0.5]
+    """
+    alphas = [_alpha(config, attribution) for attribution in attributions]
+    if allowed is not None:
+        alphas = [a if keep else None for a, keep in zip(alphas, allowed, strict=True)]
+    return [None, *alphas[1:]] if alphas else []
+
+
+def _alpha(config: EchoConfig, token: Attribution | None) -> float | None:
+    if token is None or not token.content:
+        return None
+    chosen: RoleEcho | None = getattr(config, token.role)
+    if chosen is None:
+        return None
+    names = chosen.tool_names if isinstance(chosen, ToolEcho) else None
+    if names is not None and token.tool_name not in names:
+        return None
+    return chosen.alpha
+
+
+def checked_mask(name: str, mask: object, lengths: Sequence[int]) -> list[list[bool]]:
+    """What the filter `name` returned for turns of these many tokens, or an error that names it."""
+    if not isinstance(mask, list) or not all(isinstance(turn, list) for turn in mask):
+        raise TypeError(f"echo filter {name!r} must return a list of lists of bools; got {mask!r}")
+    if [len(turn) for turn in mask] != list(lengths):
+        raise ValueError(
+            f"echo filter {name!r} returned masks of {[len(turn) for turn in mask]} tokens for "
+            f"turns of {list(lengths)}"
+        )
+    if any(not isinstance(keep, bool) for turn in mask for keep in turn):
+        raise TypeError(f"echo filter {name!r} must return bools only")
+    return mask
+
+
+def echo_loss(logprobs: torch.Tensor, alphas: torch.Tensor | None) -> LossOutput:
+    """-Σ alpha·t over the tokens that echo; without any, 0 and no metric.
+
+    Example:
+        >>> echo_loss(torch.tensor([-2.0]), torch.tensor([0.5])).loss_sum
+        tensor(1.)
+    """
+    if alphas is None:
+        return LossOutput(logprobs.sum() * 0.0)
+    return LossOutput(
+        -(alphas * logprobs).sum(),
+        {"echo_nll": Distribution.of(-logprobs), "echo_tokens": Sum(float(logprobs.numel()))},
+    )
