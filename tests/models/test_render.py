@@ -1,0 +1,93 @@
+"""Messages to tokens, turn after turn: what was sampled stays, and every token knows its origin."""
+
+import pytest
+
+from torchtitan_rl.algorithms.echo import Attribution, EchoConfig, RoleEcho, ToolEcho
+from torchtitan_rl.conversation import Turn, merge_turns, turn_alphas
+from torchtitan_rl.models.render import ChatRenderer
+
+QUESTION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2"}]
+ANSWER = [{"role": "tool", "content": "it is 4", "name": "calculator"}]
+OWN = Attribution("assistant", content=True)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["no thinking", "thinking"])
+def renderer(tiny_model, request):
+    return ChatRenderer(tiny_model, thinking=request.param)
+
+
+def first_turn(renderer, completion, *, attributed=True):
+    shown = renderer.render(QUESTION)
+    attributions = shown.attributions + [OWN] * len(completion) if attributed else None
+    return Turn(shown.token_ids, completion, [-1.0] * len(completion), attributions)
+
+
+def words(renderer, rendered, role):
+    """What a role says, by the attribution."""
+    ids = [
+        token
+        for token, origin in zip(rendered.token_ids, rendered.attributions, strict=True)
+        if origin and origin.role == role and origin.content
+    ]
+    return renderer.tokenizer.decode(ids)
+
+
+def test_a_rendered_conversation_is_the_prompt_with_origins(renderer):
+    rendered = renderer.render(QUESTION)
+    assert rendered.token_ids == renderer.prompt(QUESTION)
+    assert words(renderer, rendered, "system") == "Be brief."
+    assert words(renderer, rendered, "user") == "2 + 2"
+    assert words(renderer, rendered, "assistant") == ""
+
+
+def test_tools_are_shown_to_the_model(renderer):
+    spec = {"type": "function", "function": {"name": "calculator", "parameters": {}}}
+    shown = renderer.tokenizer.decode(renderer.render(QUESTION, tools=[spec]).token_ids)
+    assert "calculator" in shown
+
+
+@pytest.mark.parametrize("ended", [True, False], ids=["ended", "cut off"])
+def test_the_next_turn_keeps_what_was_sampled(renderer, ended):
+    completion = renderer.completion("I ask.")
+    turn = first_turn(renderer, completion if ended else completion[:-1])
+    shown = renderer.extend(turn, ANSWER)
+    assert shown.token_ids[: turn.length] == turn.prompt_token_ids + turn.token_ids
+    assert len(shown.attributions) == len(shown.token_ids)
+    assert shown.attributions[: turn.length] == turn.attributions
+    assert words(renderer, shown, "tool") == "it is 4"
+    assert words(renderer, shown, "user") == "2 + 2"
+    names = {a.tool_name for a in shown.attributions if a and a.role == "tool"}
+    assert names == {"calculator"}
+
+
+def test_without_an_origin_before_there_is_none_behind(renderer):
+    turn = first_turn(renderer, renderer.completion("I ask."), attributed=False)
+    assert renderer.extend(turn, ANSWER).attributions is None
+
+
+def test_the_models_own_words_cannot_be_put_into_its_mouth(renderer):
+    turn = first_turn(renderer, renderer.completion("I ask."))
+    assert renderer.extend(turn, [{"role": "assistant", "content": "No."}]) is None
+
+
+def test_two_turns_become_one_sample_in_which_only_the_tools_words_echo(renderer):
+    first = first_turn(renderer, renderer.completion("I ask."))
+    shown = renderer.extend(first, ANSWER)
+    final = renderer.completion("4")
+    second = Turn(
+        shown.token_ids, final, [-1.0] * len(final), shown.attributions + [OWN] * len(final)
+    )
+    config = EchoConfig(
+        tool=ToolEcho(alpha=0.5, tool_names=frozenset({"calculator"})), system=RoleEcho(alpha=2.0)
+    )
+    weights, unattributed = turn_alphas(config, [first, second])
+    (sample,) = merge_turns([first, second], weights)
+    assert unattributed == 0
+
+    def decoded(alpha):
+        ids = [t for t, a in zip(sample.ids, sample.alphas, strict=True) if a == alpha]
+        return renderer.tokenizer.decode(ids)
+
+    assert decoded(0.5) == "it is 4"
+    assert decoded(2.0) == "Be brief."
+    assert sum(sample.sampled) == len(first.token_ids) + len(final)

@@ -1,0 +1,99 @@
+"""Rollouts of several turns, in tokens: what was shown, what was sampled, and what to train on."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torchtitan_rl.algorithms.echo import Attribution, EchoConfig, checked_mask, echo_alphas
+
+
+@dataclass(slots=True)
+class Turn:
+    """One call of the generator in a conversation: the tokens it was shown, and those it sampled.
+
+    Sampled tokens are never tokenised again: the prompt of the next turn holds them as they were.
+    """
+
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    token_logprobs: list[float]
+    attributions: list[Attribution | None] | None = None
+    """Where each token of prompt and completion comes from; None when the renderer cannot say."""
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt_token_ids) + len(self.token_ids)
+
+
+@dataclass(slots=True)
+class Sample:
+    """Turns of which each one's prompt extends what was before it: one sequence to train on."""
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    """NaN where nobody sampled."""
+    sampled: list[bool] = field(default_factory=list)
+    alphas: list[float | None] = field(default_factory=list)
+    """Echo weights."""
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens before the first that was sampled."""
+        return self.sampled.index(True) if True in self.sampled else len(self.ids)
+
+    def append(self, turn: Turn, alphas: Sequence[float | None]) -> None:
+        """Add what a turn has beyond these tokens; what is here stays as it is."""
+        new = turn.prompt_token_ids[len(self.ids) :]
+        self.alphas += alphas[len(self.ids) :]
+        self.ids += new + turn.token_ids
+        self.logprobs += [math.nan] * len(new) + turn.token_logprobs
+        self.sampled += [False] * len(new) + [True] * len(turn.token_ids)
+
+    def is_extended_by(self, turn: Turn) -> bool:
+        return turn.prompt_token_ids[: len(self.ids)] == self.ids
+
+
+def merge_turns(
+    turns: Sequence[Turn], alphas: Sequence[Sequence[float | None]] | None = None
+) -> list[Sample]:
+    """The samples of a conversation, one if every turn's prompt extends the turns before it.
+
+    A turn whose prompt extends a sample exactly is appended to it (to the longest, if several); any
+    other starts a sample of its own. `alphas` are the echo weights of each turn's tokens.
+
+    Example:
+        >>> merge_turns([Turn([1], [2], [-0.1]), Turn([1, 2, 3], [4], [-0.2])])[0].ids
+        [1, 2, 3, 4]
+    """
+    samples: list[Sample] = []
+    for number, turn in enumerate(turns):
+        weights = alphas[number] if alphas is not None else [None] * turn.length
+        extended = [sample for sample in samples if sample.is_extended_by(turn)]
+        if not extended:
+            samples.append(Sample())
+        longest = max(extended or samples[-1:], key=lambda sample: len(sample.ids))
+        longest.append(turn, weights)
+    return samples
+
+
+def turn_alphas(
+    config: EchoConfig, turns: Sequence[Turn], allowed: object = None
+) -> tuple[list[list[float | None]], int]:
+    """Echo weights of each turn's tokens, and in how many turns the renderer could not attribute
+    all of them: these do not echo.
+
+    `allowed` is what the filter `config.filter` returned for the rollout, if there is one.
+    """
+    lengths = [turn.length for turn in turns]
+    masks: Sequence[list[bool] | None] = [None] * len(turns)
+    if config.filter and turns:
+        masks = checked_mask(config.filter, allowed, lengths)
+    weights: list[list[float | None]] = []
+    unattributed = 0
+    for turn, mask in zip(turns, masks, strict=True):
+        if turn.attributions is None or len(turn.attributions) != turn.length:
+            unattributed += 1
+            weights.append([None] * turn.length)
+        else:
+            weights.append(echo_alphas(config, turn.attributions, mask))
+    return weights, unattributed
