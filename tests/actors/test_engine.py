@@ -31,6 +31,15 @@ async def main():
     assert len(await engine.generate([[3]], short, ["after"])) == 1
     assert not engine._slots
 
+    # What fails while an answer is put together fails the call that waits for it.
+    engine._decoded = lambda call: 1 / 0
+    try:
+        await asyncio.wait_for(engine.generate([[3]], short, ["undecodable"]), 20)
+    except Exception as error:
+        print(type(error).__name__)
+    del engine._decoded
+    engine._dead = None
+
     # A swap that fails half-way ends the engine: nobody gets an answer of half-new weights.
     waiting = asyncio.create_task(engine.generate([[1, 2]], long, ["waiting"]))
     await asyncio.sleep(0.05)
@@ -64,5 +73,5 @@ def test_an_engine_by_itself_shares_cancels_and_dies_in_order(tiny_model):
         timeout=150,
     )
     assert run.returncode == 0, run.stderr[-3000:]
-    said = run.stdout.split()[-4:]
-    assert said == ["WeightSyncError", "EngineDiedError", "EngineDiedError", "closed"], run.stdout
+    died = "EngineDiedError"
+    assert run.stdout.split()[-5:] == [died, "WeightSyncError", died, died, "closed"], run.stdout

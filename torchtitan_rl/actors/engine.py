@@ -311,17 +311,22 @@ class Engine:
             routed_experts=self._routing.take(output) if self._routing else None,
         )
         call.missing -= 1
-        if call.missing == 0 and not call.future.done():
-            # Decoded together: one by one it costs as much as an engine step.
-            completions = [c for c in call.completions if c is not None]
-            texts = self._tokenizer.batch_decode(
-                [c.token_ids for c in completions], skip_special_tokens=True
-            )
-            for completion, text in zip(completions, texts, strict=True):
-                completion.text = text
-            call.future.set_result(completions)
-        # Last: if anything above fails, whoever waits for this slot is told.
+        completions = self._decoded(call) if call.missing == 0 else []
+        # Not before: if anything above fails, whoever waits for this slot is told.
         del self._slots[output.request_id]
+        if call.missing == 0 and not call.future.done():
+            call.future.set_result(completions)
+
+    def _decoded(self, call: _Call) -> list[Completion]:
+        """All completions of a call with their texts. Together: one by one, decoding costs as much
+        as an engine step."""
+        completions = [c for c in call.completions if c is not None]
+        texts = self._tokenizer.batch_decode(
+            [c.token_ids for c in completions], skip_special_tokens=True
+        )
+        for completion, text in zip(completions, texts, strict=True):
+            completion.text = text
+        return completions
 
     def _abort(self, call: _Call) -> None:
         # The engine says nothing of an aborted request, so its slot is released here.
