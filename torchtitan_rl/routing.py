@@ -53,7 +53,7 @@ def expert_dtype(experts: int) -> np.dtype:
 
 
 def filler(tokens: int, layers: int, top_k: int, dtype: np.dtype) -> np.ndarray:
-    """Rows for tokens nobody routed: padding, and the last sampled token.
+    """Rows for tokens nobody routed, such as the last one sampled.
 
     Each row names different experts: one named twice would be counted once and computed twice.
 

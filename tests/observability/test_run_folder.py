@@ -98,6 +98,15 @@ def test_resuming_refuses_to_change_what_the_run_computes(path, change, says):
     assert (path / "config.json").read_text() == before
 
 
+@pytest.mark.parametrize(
+    ("name", "before", "after"), [("overlong", "error", "drop"), ("router_replay", True, False)]
+)
+def test_resuming_refuses_to_train_the_same_episodes_otherwise(path, name, before, after):
+    RunFolder(path, resume=False).create({"trainer": {name: before}})
+    with pytest.raises(RunFolderError, match=f"cannot change trainer.{name}: {before} → {after}"):
+        RunFolder(path, resume=True).changes({"trainer": {name: after}})
+
+
 def test_resuming_refuses_arguments_the_loss_did_not_have(path):
     RunFolder(path, resume=False).create({"trainer": {"loss": {"kwargs": {}}}})
     changed = {"trainer": {"loss": {"kwargs": {"clip_low": 0.1}}}}

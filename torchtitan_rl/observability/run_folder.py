@@ -9,6 +9,7 @@ FIXED = (
     *("seed:", "task.", "model:", "warm_start", "prompts_per_step:", "thinking:"),
     *("generator.sampling.", "advantage.", "trainer.loss.", "trainer.optimizer."),
     *("trainer.updates_per_step:", "trainer.max_grad_norm:", "trainer.dtype:", "reference.dtype:"),
+    *("trainer.overlong:", "trainer.router_replay:"),
 )
 """Settings that decide what a run computes: a resumed run keeps them."""
 
