@@ -1,12 +1,22 @@
-"""What passes from stage to stage of a step: Completion, ScoredCompletion, Episode."""
+"""What passes from stage to stage of a step: Completion, Rollout, ScoredCompletion, Episode."""
 
 import math
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 
+Message = dict[str, Any]
+"""A chat message in OpenAI's form: `role`, `content`, and `tool_calls` or a tool's `name`."""
+
 FinishReason = Literal["stop", "length", "abort"]
+Status = Literal[
+    "finished", "truncated", "turn_limit", "token_limit", "time_limit", "environment_failed"
+]
+"""How a rollout ended: the model or its task had nothing to add; a completion was cut off at
+`max_tokens`; a limit of `RolloutConfig` was reached; the task's own `answer` failed."""
+Outcome = Literal["ok", "malformed", "unknown", "raised", "timed_out"]
+"""What became of a tool call: `malformed` in its form or its arguments, of an `unknown` tool."""
 Covers = Literal["tokens", "completion", "episode"]
 
 
@@ -60,10 +70,44 @@ class Completion:
 
 
 @dataclass(slots=True)
-class ScoredCompletion:
-    """A completion and what the task's reward function said of it."""
+class Rollout:
+    """One sample of a prompt from start to end: a completion for each turn of the model, and the
+    conversation they make. A task without tools and answers has rollouts of one turn.
 
-    completion: Completion
+    Reward functions get it; like a Completion, it has `text` and `token_ids`.
+    """
+
+    completions: list[Completion]
+    """One for each turn."""
+    messages: list[Message]
+    """The whole conversation, from the prompt to the model's last words."""
+    status: Status
+    state: dict[str, Any] = field(default_factory=dict)
+    """What the task's tools have made of `Example.state`."""
+    outcomes: list[Outcome] = field(default_factory=list)
+    """Of its tool calls, in order."""
+
+    @property
+    def text(self) -> str:
+        """What the model said last."""
+        return self.completions[-1].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All tokens that were sampled."""
+        return [token for completion in self.completions for token in completion.token_ids]
+
+    @property
+    def policy_version(self) -> int:
+        """The oldest weights that sampled any of its tokens."""
+        return min(completion.policy_version for completion in self.completions)
+
+
+@dataclass(slots=True)
+class ScoredCompletion:
+    """A sample and what the task's reward function said of it."""
+
+    completion: Completion | Rollout
     reward: float
     correct: bool
     """Whether the task counts this as a right answer: the mean over prompts is the accuracy."""

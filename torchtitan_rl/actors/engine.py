@@ -13,11 +13,12 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torchtitan_rl.actors.routing import RoutingSource, engine_options, make_routing_source
 from torchtitan_rl.platform import Dtype, device_type, resolve_dtype
+from torchtitan_rl.sampling import SamplingConfig
 from torchtitan_rl.types import Completion
 from torchtitan_rl.weight_sync.handle import WeightHandle
 
@@ -30,49 +31,6 @@ class PromptError(ValueError):
 
 class EngineDiedError(RuntimeError):
     """The engine failed in a step; every request in flight failed with it."""
-
-
-@dataclass(kw_only=True, slots=True)
-class SamplingConfig:
-    """How completions are sampled."""
-
-    n: int = 1
-    """Samples per prompt."""
-    temperature: float = 1.0
-    """0 is greedy."""
-    top_p: float = 1.0
-    """Keep the smallest set of tokens with this much probability; 1 keeps all."""
-    top_k: int = 0
-    """Keep this many most probable tokens; 0 keeps all."""
-    max_tokens: int = 64
-    """At most this many new tokens a completion."""
-    stop: list[str] = field(default_factory=list)
-    """Strings that end a completion, besides the model's own end-of-turn tokens."""
-
-    logprobs: bool = True
-    """Record the logprob of every sampled token, which most losses and the mismatch metrics use."""
-
-    def __post_init__(self) -> None:
-        checks = {
-            "n must be at least 1": self.n >= 1,
-            "temperature must be 0 (greedy) or more": 0 <= self.temperature < float("inf"),
-            "top_p must be in (0, 1]": 0 < self.top_p <= 1,
-            "top_k must be 0 (off) or more": self.top_k >= 0,
-            "max_tokens must be at least 1": self.max_tokens >= 1,
-        }
-        for message, holds in checks.items():
-            if not holds:
-                raise ValueError(f"sampling.{message}; got {getattr(self, message.split()[0])}")
-        if self.temperature == 0 and self.n > 1:
-            raise ValueError(
-                "sampling.temperature is 0 (greedy), so the n samples of a prompt would be equal; "
-                "use a temperature above 0, or n = 1"
-            )
-
-    @property
-    def truncates(self) -> bool:
-        """Whether tokens are cut off, so that recorded logprobs are renormalised over the rest."""
-        return self.top_p < 1 or self.top_k > 0
 
 
 @dataclass(kw_only=True, slots=True)

@@ -7,7 +7,7 @@ from typing import Any
 from torchtitan_rl.algorithms.echo import Attribution
 from torchtitan_rl.conversation import Turn
 from torchtitan_rl.models.hf import ModelFolderError, read_hf_config
-from torchtitan_rl.tasks.task import Message
+from torchtitan_rl.types import Message
 
 
 @dataclass(slots=True)

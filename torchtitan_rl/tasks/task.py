@@ -1,6 +1,7 @@
 """What a task is: where prompts come from and what a completion is worth.
 
-A task is a class with three methods and a nested `Config`; see `sum_digits.py` for one in full.
+A task is a class with three methods and a nested `Config`; see `sum_digits.py` for one in full, and
+`calculator.py` for one with tools.
 """
 
 import hashlib
@@ -8,13 +9,14 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from torchtitan.config import Configurable
 
-from torchtitan_rl.types import Completion
-
-Message = dict[str, Any]
+from torchtitan_rl.algorithms.echo import EchoConfig
+from torchtitan_rl.sampling import SamplingConfig
+from torchtitan_rl.tasks.tools import Tool, find_tools
+from torchtitan_rl.types import Message, Rollout
 
 
 @dataclass(slots=True)
@@ -23,6 +25,10 @@ class Example:
 
     messages: list[Message]
     expected_answer: Any
+    state: dict[str, Any] = field(default_factory=dict)
+    """What tools and answers may read and change; every conversation has a copy of its own."""
+    task: str = ""
+    """Whose example it is, where several tasks are mixed; a mixture fills it in."""
 
 
 @dataclass(slots=True)
@@ -46,8 +52,16 @@ class Task(Configurable, ABC):
     class Config(Configurable.Config):
         name: str = "task"
         """In metrics, logs and errors."""
+        sampling: SamplingConfig | None = None
+        """How this task's completions are sampled; None: as generator.sampling says."""
+        echo: EchoConfig | None = None
+        """Which tokens of its rollouts also train by cross-entropy; None: none."""
+        show_tools: bool = True
+        """Describe the tools in the prompt; a model that was taught them needs no description."""
 
     config: Config
+    state_columns: ClassVar[Sequence[str]] = ()
+    """Entries of a conversation's state that are saved with its rollout."""
 
     def __init__(self, config: Config, *, seed: int = 0) -> None:
         self.config = config
@@ -70,19 +84,42 @@ class Task(Configurable, ABC):
 
     @abstractmethod
     def reward(
-        self, completions: Sequence[Completion], expected_answer: Any
+        self, completions: Sequence[Rollout], expected_answer: Any
     ) -> Sequence[Reward | float]:
-        """The worth of each completion of one prompt group, in order.
+        """The worth of each sample of one prompt group, in order: `text` is what the model said
+        last, `messages` the whole conversation, `state` what the tools made of the example's.
 
         A plain float is a reward with no parts that counts as correct from 1.0 up.
         """
 
-    def demonstration(self, example: Example, rng: random.Random) -> str:
-        """A completion to imitate, for a supervised warm start. Only needed for that."""
+    def answer(self, messages: list[Message], state: dict[str, Any]) -> list[Message]:
+        """What the model is told next when it has called no tool; nothing ends the conversation.
+
+        `state` may be changed. Only needed for tasks in which someone answers, such as a user.
+        """
+        return []
+
+    def demonstration(self, example: Example, rng: random.Random) -> str | list[Message]:
+        """What to imitate, for a supervised warm start: the model's words, or all messages that
+        follow the prompt. Only needed for that."""
         raise NotImplementedError(
             f"task {self.name!r} has no demonstrations; define `demonstration` or start from a "
             "model that needs no warm start"
         )
+
+    def members(self) -> dict[str, "Task"]:
+        """The tasks this one is made of, by name: itself, unless it is a mixture."""
+        return {self.name: self}
+
+    @property
+    def tools(self) -> dict[str, Tool]:
+        """Its methods marked `@tool`, by name."""
+        return find_tools(self)
+
+    @property
+    def interactive(self) -> bool:
+        """Whether a conversation may go on after the model's first turn."""
+        return bool(self.tools) or type(self).answer is not Task.answer
 
 
 def is_heldout(question: str, share: float) -> bool:

@@ -1,0 +1,105 @@
+"""Tools of a task: methods that the model may call."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pydantic
+
+_MARK = "__torchtitan_rl_tool__"
+
+
+class ArgumentsError(ValueError):
+    """A call's arguments are not what the tool takes; the message is for the model."""
+
+
+@dataclass(slots=True)
+class ToolCall:
+    """A call as the model wrote it."""
+
+    name: str
+    arguments: Any
+    problem: str = ""
+    """What is wrong with its form, if anything: such a call is answered, never made."""
+
+
+@dataclass(slots=True)
+class Tool:
+    """A function the model may call, and how it is described to the model.
+
+    Its arguments are those of the function, by name and type, without `state`: that one, if there
+    is one, is given the conversation's state, which the function may change.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    schema: type[pydantic.BaseModel]
+    takes_state: bool
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """OpenAI's form, as chat templates render it."""
+        parameters = self.schema.model_json_schema()
+        parameters.pop("title", None)
+        for entry in parameters.get("properties", {}).values():
+            entry.pop("title", None)
+        return {
+            "type": "function",
+            "function": {
+                "name": self.name,
+                "description": inspect.getdoc(self.function) or "",
+                "parameters": parameters,
+            },
+        }
+
+    def arguments(self, given: Any) -> dict[str, Any]:
+        """The arguments to call it with, checked and converted by their types."""
+        if not isinstance(given, dict):
+            raise ArgumentsError(f"arguments of {self.name} must be an object")
+        try:
+            checked = self.schema.model_validate(given)
+        except pydantic.ValidationError as error:
+            said = "; ".join(
+                f"{'.'.join(map(str, e['loc'])) or 'arguments'}: {e['msg']}" for e in error.errors()
+            )
+            raise ArgumentsError(f"wrong arguments of {self.name}: {said}") from error
+        return {name: getattr(checked, name) for name in type(checked).model_fields}
+
+
+def tool(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a method of a task as a tool; its docstring tells the model what it does.
+
+    Example:
+        @tool
+        def calculator(self, expression: str) -> str:
+            "Evaluate an expression such as 12+34."
+            return str(evaluate(expression))
+    """
+    setattr(method, _MARK, True)
+    return method
+
+
+def find_tools(task: object) -> dict[str, Tool]:
+    """The tools of a task, by name; one that cannot be described is an error that names it."""
+    tools = {}
+    for name, function in inspect.getmembers(type(task), callable):
+        if getattr(function, _MARK, False):
+            tools[name] = _describe(name, getattr(task, name))
+    return tools
+
+
+def _describe(name: str, function: Callable[..., Any]) -> Tool:
+    parameters = inspect.signature(function, eval_str=True).parameters
+    fields: dict[str, Any] = {}
+    for parameter in parameters.values():
+        if parameter.name == "state":
+            continue
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise ValueError(f"tool {name!r} takes *{parameter.name}: name every argument")
+        if parameter.annotation is parameter.empty:
+            raise ValueError(f"tool {name!r}: give its argument {parameter.name!r} a type")
+        default = ... if parameter.default is parameter.empty else parameter.default
+        fields[parameter.name] = (parameter.annotation, default)
+    schema = pydantic.create_model(name, __config__={"extra": "forbid"}, **fields)
+    return Tool(name, function, schema, takes_state="state" in parameters)
