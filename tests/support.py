@@ -10,7 +10,7 @@ from torchtitan_rl.actors.trainer import OptimizerConfig, Trainer, constant_lr
 from torchtitan_rl.config import CheckpointConfig, EvaluationConfig
 from torchtitan_rl.controller import Controller
 from torchtitan_rl.tasks.task import Example, Reward, Task
-from torchtitan_rl.types import Completion, Episode
+from torchtitan_rl.types import Episode, Rollout
 
 
 class LowTokens(Task):
@@ -32,7 +32,7 @@ class LowTokens(Task):
         ]
 
     def reward(
-        self, completions: Sequence[Completion], expected_answer: Any
+        self, completions: Sequence[Rollout], expected_answer: Any
     ) -> Sequence[Reward | float]:
         rewards: list[Reward | float] = [
             sum(i < 100 for i in c.token_ids) / len(c.token_ids) for c in completions

@@ -6,11 +6,14 @@ from typing import Self
 
 from torchtitan.config import Configurable
 
+from torchtitan_rl.actors.environment import Environment
 from torchtitan_rl.actors.generator import VLLMGenerator
 from torchtitan_rl.actors.grader import Grader
 from torchtitan_rl.actors.reference import Reference
 from torchtitan_rl.actors.trainer import Trainer
 from torchtitan_rl.algorithms.advantage import BASELINES, AdvantageConfig
+from torchtitan_rl.rollout import RolloutConfig
+from torchtitan_rl.sampling import SamplingConfig
 from torchtitan_rl.tasks.task import Task
 from torchtitan_rl.warm_start import WarmStartConfig
 
@@ -63,6 +66,9 @@ class RunConfig(Configurable.Config):
     prompts_per_step: int = 32
     """Prompt groups in one step."""
     generator: VLLMGenerator.Config = field(default_factory=VLLMGenerator.Config)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    environment: Environment.Config = field(default_factory=Environment.Config)
+    """Hosts a task's tools; spawned only when a task has any, or answers the model."""
     grader: Grader.Config = field(default_factory=Grader.Config)
     trainer: Trainer.Config = field(default_factory=Trainer.Config)
     reference: Reference.Config = field(default_factory=Reference.Config)
@@ -80,6 +86,8 @@ class RunConfig(Configurable.Config):
     """Folder of this run under output_dir; empty: the recipe's name and the time."""
     resume: bool = False
     """Continue the run in output_dir/run_name from its latest checkpoint."""
+    save_rollouts: bool = True
+    """Write every rollout to the run's `rollouts` folder, a file a step."""
     deadline_seconds: float = 1800.0
     """Longest wait for any one answer of an actor."""
     most_untrainable_steps: int = 20
@@ -89,19 +97,19 @@ class RunConfig(Configurable.Config):
         for name in ("steps", "prompts_per_step", "deadline_seconds"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive; got {getattr(self, name)}")
-        sampling, engine = self.generator.sampling, self.generator.engine
-        if sampling.temperature == 0:
-            raise ValueError(
-                "generator.sampling.temperature is 0: greedy samples of a prompt are all equal "
-                "and teach nothing; use a temperature above 0 (evaluation is greedy anyway)"
+        engine = self.generator.engine
+        for part in self.task.parts():
+            if part.name in ("", "all"):
+                raise ValueError(f"a task cannot be named {part.name!r}: metrics use that name")
+            own = part.sampling is not None
+            self._check_sampling(
+                part.sampling or self.generator.sampling,
+                where=f"sampling of task {part.name!r}" if own else "generator.sampling",
             )
-        loss = self.trainer.loss
-        if sampling.truncates and loss.uses_ratios:
+        if self.rollout.max_tokens > engine.max_model_len:
             raise ValueError(
-                "generator.sampling.top_p < 1 or top_k > 0 cuts tokens off, so the recorded "
-                f"logprobs are not those the trainer computes, and the ratios of {loss.name!r} "
-                "would be biased; use top_p = 1 and top_k = 0, or trainer.loss.name reinforce "
-                "without rollout_kl and correction"
+                f"rollout.max_tokens ({self.rollout.max_tokens}) is more than "
+                f"generator.engine.max_model_len ({engine.max_model_len})"
             )
         budget = self.trainer.tokens_per_microbatch
         if budget < engine.max_model_len and self.trainer.overlong == "error":
@@ -115,18 +123,56 @@ class RunConfig(Configurable.Config):
                 f"trainer.updates_per_step ({self.trainer.updates_per_step}) is more than "
                 f"prompts_per_step ({self.prompts_per_step}): each update takes whole groups"
             )
-        if sampling.n == 1 and self.advantage.name in BASELINES:
-            raise ValueError(
-                f"with one sample per prompt every {self.advantage.name!r} advantage is 0; use "
-                "generator.sampling.n of 2 or more, or advantage.name 'reward'"
-            )
         if not self.model and self.warm_start is None:
             raise ValueError("model is empty: give the path of an HF folder")
 
     @property
     def samples_per_prompt(self) -> int:
-        """Completions of each prompt, i.e. the size of a group."""
+        """Completions of each prompt, i.e. the size of a group; a task may have its own."""
         return self.generator.sampling.n
+
+    def _check_sampling(self, sampling: SamplingConfig, *, where: str) -> None:
+        if sampling.temperature == 0:
+            raise ValueError(
+                f"{where}.temperature is 0: greedy samples of a prompt are all equal "
+                "and teach nothing; use a temperature above 0 (evaluation is greedy anyway)"
+            )
+        loss = self.trainer.loss
+        if sampling.truncates and loss.uses_ratios:
+            raise ValueError(
+                f"{where}.top_p < 1 or top_k > 0 cuts tokens off, so the recorded "
+                f"logprobs are not those the trainer computes, and the ratios of {loss.name!r} "
+                "would be biased; use top_p = 1 and top_k = 0, or trainer.loss.name reinforce "
+                "without rollout_kl and correction"
+            )
+        if sampling.n == 1 and self.advantage.name in BASELINES:
+            raise ValueError(
+                f"with one sample per prompt every {self.advantage.name!r} advantage is 0; use "
+                f"{where}.n of 2 or more, or advantage.name 'reward'"
+            )
+        if sampling.max_tokens >= self.generator.engine.max_model_len:
+            raise ValueError(
+                f"{where}.max_tokens ({sampling.max_tokens}) leaves no room for a prompt in "
+                f"generator.engine.max_model_len ({self.generator.engine.max_model_len})"
+            )
+
+    def sampling_of(self, task: Task.Config) -> SamplingConfig:
+        """How a task's completions are sampled, with what the losses need recorded."""
+        sampling = task.sampling or self.generator.sampling
+        return replace(sampling, logprobs=self.generator.sampling.logprobs)
+
+    def most_sampled_tokens(self, task: Task) -> int:
+        """Of one rollout of the task."""
+        most = self.sampling_of(task.config).max_tokens
+        return (
+            min(most * self.rollout.max_turns, self.limits.max_tokens) if task.interactive else most
+        )
+
+    @property
+    def limits(self) -> RolloutConfig:
+        """Limits of a rollout, in numbers."""
+        most = self.rollout.max_tokens or self.generator.engine.max_model_len
+        return replace(self.rollout, max_tokens=most)
 
     @property
     def gpus(self) -> tuple[range, range, range]:

@@ -6,28 +6,22 @@ Prompts and seeds derive from the step number alone, so a resumed run continues 
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torchtitan.config import Configurable
 
-from torchtitan_rl.actors.engine import SamplingConfig
-from torchtitan_rl.actors.spawn import (
-    Spawned,
-    per_rank,
-    spawn_generator,
-    spawn_grader,
-    spawn_reference,
-    spawn_trainer,
-    start_monarch,
-)
+from torchtitan_rl.actors.environment import Request, Response
+from torchtitan_rl.actors.spawn import per_rank, start_monarch
 from torchtitan_rl.batching.grid import Grid, deal_groups, grid_metrics, make_grid
 from torchtitan_rl.batching.overlong import limit_length
 from torchtitan_rl.batching.reduction import weigh
 from torchtitan_rl.batching.validation import require, validate
 from torchtitan_rl.config import RunConfig
+from torchtitan_rl.crew import Crew
+from torchtitan_rl.episodes import UntrainableSteps, make_batch
 from torchtitan_rl.models.hf import check_experts, check_parallelism, read_hf_config
 from torchtitan_rl.models.render import ChatRenderer
 from torchtitan_rl.observability.console import (
@@ -38,12 +32,14 @@ from torchtitan_rl.observability.console import (
     step_line,
 )
 from torchtitan_rl.observability.metrics import flatten, merge_metrics
-from torchtitan_rl.observability.rollouts import rollout_metrics
+from torchtitan_rl.observability.rollout_log import RolloutLog
+from torchtitan_rl.observability.rollouts import evaluation_metrics, rollout_metrics
 from torchtitan_rl.observability.run_folder import RunFolder
 from torchtitan_rl.observability.sinks import MetricsLog
 from torchtitan_rl.platform import check_gpus
-from torchtitan_rl.rollout import Group, UntrainableSteps, make_episodes
+from torchtitan_rl.rollout import Group, all_scored, roll_out
 from torchtitan_rl.routing import Experts
+from torchtitan_rl.sampling import SamplingConfig
 from torchtitan_rl.tasks.task import Example, Task
 from torchtitan_rl.types import Completion, Episode
 from torchtitan_rl.waiting import Clock, Interrupted, answer, together, unless
@@ -86,12 +82,16 @@ class Controller(Configurable):
         self.experts = Experts.of(hf_config)
         self.folder = RunFolder(Path(config.output_dir) / config.run_name, resume=config.resume)
         self.task: Task = config.task.build(seed=config.seed)
+        self.tasks = self.task.members()
+        self.interactive = [name for name, task in self.tasks.items() if task.interactive]
+        self.longest = max(config.most_sampled_tokens(task) for task in self.tasks.values())
         self.renderer = ChatRenderer(config.model_folder, thinking=config.thinking)
-        self.heldout = self.groups("heldout", self.task.heldout_examples(config.evaluation.prompts))
-        self.spawned: list[Spawned] = []
-        self.reference: Spawned | None = None
+        heldout = self.task.heldout_examples(config.evaluation.prompts)
+        self.heldout = self.groups("heldout", heldout, greedy=True)
+        self.crew = Crew(config, self.folder, interactive=bool(self.interactive))
         self.steps_done = 0
         self.policy_version = 0
+        self.rollout_log = RolloutLog(self.folder.rollouts if config.save_rollouts else None)
         self.untrainable = UntrainableSteps(config.most_untrainable_steps)
         self.interrupted = asyncio.Event()
 
@@ -119,6 +119,7 @@ class Controller(Configurable):
             raise
         finally:
             log.close()
+            self.rollout_log.close()
         await self.save()
         await self.export(self.folder.model)
         print_summary(self.folder)
@@ -126,7 +127,6 @@ class Controller(Configurable):
     async def step(self, step: int) -> dict[str, float]:
         """One synchronous step; returns what to log. Interruptible until training starts."""
         clock, stop, config = Clock(), self.interrupted, self.config
-        temperature = config.generator.sampling.temperature
         evaluation: dict[str, float] = {}
         if step % config.evaluation.every == 0:
             with clock("evaluate"):
@@ -135,16 +135,16 @@ class Controller(Configurable):
 
         groups = self.prompts(step)
         with clock("generate"):
-            completions = await unless(stop, self.generate(groups))
+            await unless(stop, self.roll_out(groups))
         with clock("grade"):
-            await unless(stop, self.grade(groups, completions))
-        episodes = make_episodes(
-            groups, config.advantage, task=self.task.name, temperature=temperature
-        )
+            await unless(stop, self.grade(groups))
+        batch = make_batch(groups, config.advantage, holdout_share=config.rollout.holdout_share)
         budget, overlong = config.trainer.tokens_per_microbatch, config.trainer.overlong
-        episodes, training = limit_length(episodes, budget, overlong)
+        episodes, training = limit_length(batch.episodes, budget, overlong)
         self.untrainable.count(groups, episodes)
         with clock("train"):
+            if batch.heldout:
+                training |= await unless(stop, self.measure(batch.heldout))
             if episodes:
                 training |= await self.train(episodes)
         self.steps_done = step + 1
@@ -153,16 +153,17 @@ class Controller(Configurable):
                 await self.sync_weights()
 
         seconds = time.perf_counter() - started
-        scored = [sample for group in groups for sample in group.scored]
+        self.rollout_log.write(f"step-{step:06d}", groups)
+        tokens = sum(len(c.rollout.token_ids) for group in groups for c in group.conversations)
         return {
-            **flatten(rollout_metrics(scored, self.task.name)),
+            **flatten(rollout_metrics(all_scored(groups), self.interactive)),
             **training,
             **evaluation,
             "episodes": len(episodes),
             "policy_version": self.policy_version,
             **{f"time/{phase}": spent for phase, spent in clock.seconds.items()},
             "time/step": seconds,
-            "tokens_per_second": sum(len(c.token_ids) for c in completions) / seconds,
+            "tokens_per_second": tokens / seconds,
         }
 
     # ---- the phases of a step -----------------------------------------------------------------
@@ -173,34 +174,52 @@ class Controller(Configurable):
         indices = range(first, first + self.config.prompts_per_step)
         return self.groups("train", [self.task.train_example(i) for i in indices], first)
 
-    def groups(self, split: str, examples: list[Example], first: int = 0) -> list[Group]:
-        return [
-            Group(f"{self.task.name}/{split}/{i}", e, self.renderer.prompt(e.messages))
-            for i, e in enumerate(examples, first)
-        ]
+    def groups(
+        self, split: str, examples: list[Example], first: int = 0, *, greedy: bool = False
+    ) -> list[Group]:
+        groups = []
+        for i, example in enumerate(examples, first):
+            task = self.tasks[example.task or self.task.name]
+            sampling = self.config.sampling_of(task.config)
+            if greedy:
+                sampling = replace(sampling, n=1, temperature=0.0, logprobs=False)
+            shown = self.renderer.render(example.messages, tools=task.shown_tools)
+            groups.append(Group(f"{task.name}/{split}/{i}", task, example, sampling, shown))
+        return groups
 
-    async def generate(
-        self, groups: list[Group], sampling: SamplingConfig | None = None
+    async def roll_out(self, groups: list[Group]) -> None:
+        """Give each group its rollouts."""
+        await roll_out(
+            groups,
+            sample=self.sample,
+            respond=self.respond,
+            renderer=self.renderer,
+            limits=self.config.limits,
+        )
+
+    async def sample(
+        self, prompts: list[list[int]], samplings: list[SamplingConfig], names: list[str]
     ) -> list[Completion]:
-        """All samples of all groups. One call: they enter the engine together, so that a run with
-        the same seed decodes the same batches."""
-        call = self.generator.actor.generate.call_one(
-            [group.prompt_token_ids for group in groups],
-            sampling_config=sampling,
-            group_ids=[group.id for group in groups],
+        call = self.crew.generator.actor.generate.call_one(
+            prompts, sampling_config=samplings, group_ids=names
         )
         return await self.answer("the generator to sample", call)
 
-    async def grade(self, groups: list[Group], completions: list[Completion]) -> None:
-        """Give each group its scored completions."""
-        members: list[list[Completion]] = [[] for _ in groups]
-        for completion in completions:
-            members[completion.prompt_idx].append(completion)
+    async def respond(self, requests: list[Request]) -> list[Response]:
+        assert self.crew.environment is not None
+        call = self.crew.environment.actor.respond.call_one(requests)
+        return await self.answer("the environment to respond", call)
+
+    async def grade(self, groups: list[Group]) -> None:
+        """Give each group its scored rollouts."""
         calls = [
-            self.grader.actor.score.call_one(
-                members[i], group.example.expected_answer, group_id=group.id
+            self.crew.grader.actor.score.call_one(
+                [conversation.rollout for conversation in group.conversations],
+                group.example.expected_answer,
+                group_id=group.id,
+                task=group.task.name,
             )
-            for i, group in enumerate(groups)
+            for group in groups
         ]
         scores = await self.answer("the grader to score", together(*calls))
         for group, scored in zip(groups, scores, strict=True):
@@ -208,25 +227,37 @@ class Controller(Configurable):
 
     async def train(self, episodes: list[Episode]) -> dict[str, float]:
         """Optimizer steps on these episodes: one, unless trainer.updates_per_step says more."""
-        config = self.config.trainer
+        parts = deal_groups(await self.complete(episodes), self.config.trainer.updates_per_step)
+        grids = [self.weighed_grid(part) for part in parts]
+        call = self.crew.trainer.actor.train_step.call(*grids)
+        metrics = merge_metrics(per_rank(await self.answer("the trainer to train", call)))
+        self.policy_version += 1
+        return {**flatten(metrics), **grid_metrics(grids)}
+
+    async def measure(self, episodes: list[Episode]) -> dict[str, float]:
+        """What a step on these episodes would measure, without taking it."""
+        grid = self.weighed_grid(await self.complete(episodes))
+        call = self.crew.trainer.actor.measure.call(grid)
+        metrics = merge_metrics(per_rank(await self.answer("the trainer to measure", call)))
+        return {f"heldout/{name}": value for name, value in flatten(metrics).items()}
+
+    async def complete(self, episodes: list[Episode]) -> list[Episode]:
+        """The episodes, checked, with everything the losses need."""
         validate(
             episodes,
             vocab_size=self.vocab_size,
             version=self.policy_version,
             experts=self.experts,
         )
-        if self.reference:
+        if self.crew.reference:
             episodes = await unless(self.interrupted, self.add_ref_logprobs(episodes))
         require(episodes, self.needs)
-        longest, dp_degree = self.config.generator.sampling.max_tokens, config.parallelism.dp_degree
-        grids = [
-            self.grid(weigh(part, config.loss.reduction, fixed_length=longest), dp_degree)
-            for part in deal_groups(episodes, config.updates_per_step)
-        ]
-        call = self.trainer.actor.train_step.call(*grids)
-        metrics = merge_metrics(per_rank(await self.answer("the trainer to train", call)))
-        self.policy_version += 1
-        return {**flatten(metrics), **grid_metrics(grids)}
+        return episodes
+
+    def weighed_grid(self, episodes: list[Episode]) -> Grid:
+        config = self.config.trainer
+        weighed = weigh(episodes, config.loss.reduction, fixed_length=self.longest)
+        return self.grid(weighed, config.parallelism.dp_degree)
 
     def grid(self, episodes: list[Episode], dp_degree: int) -> Grid:
         return make_grid(
@@ -239,10 +270,10 @@ class Controller(Configurable):
 
     async def add_ref_logprobs(self, episodes: list[Episode]) -> list[Episode]:
         """The episodes with the logprobs of their tokens under the frozen reference model."""
-        assert self.reference is not None
+        assert self.crew.reference is not None
         parallelism = self.config.reference.parallelism
         grid = self.grid(episodes, parallelism.dp_degree)
-        call = self.reference.actor.logprobs.call(grid)
+        call = self.crew.reference.actor.logprobs.call(grid)
         ranks = per_rank(await self.answer("the reference to compute logprobs", call))
         # Ranks that share each layer give the same answer; the first of them is enough.
         rows = grid.read_back(ranks[:: parallelism.tensor_parallel_degree])
@@ -250,30 +281,27 @@ class Controller(Configurable):
 
     async def sync_weights(self) -> None:
         """Send the trainer's weights to the generator: publish a snapshot, pull its handle."""
-        publish = self.trainer.actor.publish_weights.call()
+        publish = self.crew.trainer.actor.publish_weights.call()
         handle = per_rank(await self.answer("the trainer to publish weights", publish))[0]
-        pull = self.generator.actor.pull_weights.call_one(handle)
+        pull = self.crew.generator.actor.pull_weights.call_one(handle)
         self.policy_version = await self.answer("the generator to pull weights", pull)
 
     async def evaluate(self) -> dict[str, float]:
         """Greedy accuracy and reward on the held-out prompts."""
-        greedy = replace(self.config.generator.sampling, n=1, temperature=0.0, logprobs=False)
-        await self.grade(self.heldout, await self.generate(self.heldout, greedy))
-        scored = [sample for group in self.heldout for sample in group.scored]
-        return {
-            "eval/accuracy": sum(s.correct for s in scored) / len(scored),
-            "eval/reward": sum(s.reward for s in scored) / len(scored),
-        }
+        await self.roll_out(self.heldout)
+        await self.grade(self.heldout)
+        self.rollout_log.write(f"step-{self.steps_done:06d}-evaluation", self.heldout)
+        return evaluation_metrics(all_scored(self.heldout))
 
     async def save(self) -> None:
         """Checkpoint what `steps_done` steps have made, unless that is on disk already."""
         if self.folder.latest_checkpoint() != self.steps_done:
-            call = self.trainer.actor.save.call(self.steps_done)
+            call = self.crew.trainer.actor.save.call(self.steps_done)
             await self.answer("the trainer to save a checkpoint", call)
 
     async def export(self, folder: Path) -> None:
         """Write the current weights as an HF folder."""
-        call = self.trainer.actor.export_hf.call(str(folder))
+        call = self.crew.trainer.actor.export_hf.call(str(folder))
         await self.answer("the trainer to export the model", call)
 
     async def answer(self, what: str, reply: Awaitable[Answer]) -> Answer:
@@ -288,9 +316,9 @@ class Controller(Configurable):
         start_monarch(self.folder.log_file("monarch"))
         try:
             with busy("starting the actors"):
-                starting = self.answer("the actors to start", self._spawn())
+                starting = self.answer("the actors to start", self.crew.start())
                 await unless(self.interrupted, starting)
-            done = await self.answer("the trainer", self.trainer.actor.steps_done.call())
+            done = await self.answer("the trainer", self.crew.trainer.actor.steps_done.call())
             self.steps_done = per_rank(done)[0]
             if self.config.resume:
                 console.print(f"resuming after {self.steps_done} steps", markup=False)
@@ -300,57 +328,6 @@ class Controller(Configurable):
             raise
         return self
 
-    async def _spawn(self) -> None:
-        config, folder = self.config, self.folder
-        model = str(config.model_folder)
-        trainer_gpus, generator_gpus, reference_gpus = config.gpus
-        trainer = self._owned(
-            spawn_trainer,
-            config.trainer,
-            model=model,
-            steps=config.steps,
-            checkpoint_folder=str(folder.checkpoints),
-            keep=config.checkpoint.keep,
-            seed=config.seed,
-            resume=config.resume,
-            gpus=trainer_gpus,
-            log_file=folder.log_file("trainer"),
-        )
-        generator = self._owned(
-            spawn_generator,
-            config.generator,
-            model=model,
-            seed=config.seed,
-            gpus=generator_gpus,
-            log_file=folder.log_file("generator"),
-        )
-        grader = self._owned(
-            spawn_grader,
-            config.grader,
-            config.task,
-            seed=config.seed,
-            log_file=folder.log_file("grader"),
-        )
-        spawning = [trainer, generator, grader]
-        if config.has_reference:
-            reference = self._owned(
-                spawn_reference,
-                config.reference,
-                model=model,
-                gpus=reference_gpus,
-                log_file=folder.log_file("reference"),
-            )
-            spawning.append(reference)
-        self.trainer, self.generator, self.grader, *more = await together(*spawning)
-        self.reference = more[0] if more else None
-
-    async def _owned(
-        self, spawn: Callable[..., Awaitable[Spawned]], *args: Any, **kwargs: Any
-    ) -> Spawned:
-        spawned = await spawn(*args, **kwargs)
-        self.spawned.append(spawned)
-        return spawned
-
     async def __aexit__(self, *_error: object) -> None:
         """Stop every process of the run."""
-        await asyncio.gather(*(s.stop() for s in self.spawned), return_exceptions=True)
+        await self.crew.stop()

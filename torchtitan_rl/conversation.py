@@ -4,7 +4,21 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from torchtitan_rl.algorithms.echo import Attribution, EchoConfig, checked_mask, echo_alphas
+
+SAMPLED = Attribution("assistant", content=True)
+"""Of every token of the model's own."""
+
+
+@dataclass(slots=True)
+class Rendered:
+    """Messages as tokens, up to where the model's turn starts."""
+
+    token_ids: list[int]
+    attributions: list[Attribution | None] | None
+    """Where each token comes from; None for a token between messages, or if nobody knows."""
 
 
 @dataclass(slots=True)
@@ -16,9 +30,23 @@ class Turn:
 
     prompt_token_ids: list[int]
     token_ids: list[int]
-    token_logprobs: list[float]
+    token_logprobs: list[float] | None
     attributions: list[Attribution | None] | None = None
     """Where each token of prompt and completion comes from; None when the renderer cannot say."""
+    routed_experts: np.ndarray | None = None
+    """As in Completion."""
+
+    @classmethod
+    def after(
+        cls,
+        shown: Rendered,
+        token_ids: list[int],
+        token_logprobs: list[float] | None = None,
+        routed_experts: np.ndarray | None = None,
+    ) -> "Turn":
+        """A turn in which the model was shown this and sampled these tokens."""
+        attributions = shown.attributions and shown.attributions + [SAMPLED] * len(token_ids)
+        return cls(shown.token_ids, token_ids, token_logprobs, attributions, routed_experts)
 
     @property
     def length(self) -> int:
@@ -31,10 +59,11 @@ class Sample:
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    """NaN where nobody sampled."""
+    """NaN where nobody sampled, or nothing was recorded."""
     sampled: list[bool] = field(default_factory=list)
     alphas: list[float | None] = field(default_factory=list)
     """Echo weights."""
+    routed_experts: np.ndarray | None = None
 
     @property
     def prompt_length(self) -> int:
@@ -44,9 +73,13 @@ class Sample:
     def append(self, turn: Turn, alphas: Sequence[float | None]) -> None:
         """Add what a turn has beyond these tokens; what is here stays as it is."""
         new = turn.prompt_token_ids[len(self.ids) :]
+        if turn.routed_experts is not None:
+            here = [] if self.routed_experts is None else [self.routed_experts]
+            self.routed_experts = np.concatenate([*here, turn.routed_experts[len(self.ids) :]])
         self.alphas += alphas[len(self.ids) :]
         self.ids += new + turn.token_ids
-        self.logprobs += [math.nan] * len(new) + turn.token_logprobs
+        self.logprobs += [math.nan] * len(new)
+        self.logprobs += turn.token_logprobs or [math.nan] * len(turn.token_ids)
         self.sampled += [False] * len(new) + [True] * len(turn.token_ids)
 
     def is_extended_by(self, turn: Turn) -> bool:

@@ -1,11 +1,47 @@
-"""Prompt groups, and what becomes of them: from scored samples to episodes. Pure."""
+"""From prompts to rollouts: conversations of the model with its task, all taking turns together."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
 
-from torchtitan_rl.algorithms.advantage import AdvantageConfig, group_advantages
-from torchtitan_rl.tasks.task import Example
-from torchtitan_rl.types import Episode, ScoredCompletion
+from torchtitan_rl.actors.environment import Request, Response
+from torchtitan_rl.conversation import Rendered, Turn
+from torchtitan_rl.models.render import ChatRenderer
+from torchtitan_rl.sampling import SamplingConfig
+from torchtitan_rl.tasks.task import Example, Task
+from torchtitan_rl.tasks.tools import ToolCall
+from torchtitan_rl.types import Completion, Message, Rollout, ScoredCompletion, Status
+
+SampleCall = Callable[
+    [list[list[int]], list[SamplingConfig], list[str]], Awaitable[list[Completion]]
+]
+"""Prompts, how to sample each, and the names their seeds derive from: `VLLMGenerator.generate`."""
+RespondCall = Callable[[list[Request]], Awaitable[list[Response]]]
+"""`Environment.respond`."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RolloutConfig:
+    """Limits of one rollout; one that reaches a limit ends with a status, and is graded."""
+
+    max_turns: int = 8
+    """Most turns of the model."""
+    max_tokens: int = 0
+    """Most tokens of a conversation, prompt included; 0: generator.engine.max_model_len."""
+    max_seconds: float = 600.0
+    """Longest a conversation may last; looked at between turns, and a tool gets no longer."""
+    holdout_share: float = 0.0
+    """Share of the rollouts, by the hash of their names, that is measured and never trained on."""
+
+    def __post_init__(self) -> None:
+        if self.max_turns < 1 or self.max_tokens < 0 or not self.max_seconds > 0:
+            raise ValueError(
+                "rollout.max_turns must be at least 1, rollout.max_tokens 0 (as many as the model "
+                "allows) or more, and rollout.max_seconds positive"
+            )
+        if not 0 <= self.holdout_share < 1:
+            raise ValueError(f"rollout.holdout_share must be in [0, 1); got {self.holdout_share}")
 
 
 @dataclass(slots=True)
@@ -13,53 +49,159 @@ class Group:
     """The samples of one prompt. Its id is unique in the run."""
 
     id: str
+    task: Task
     example: Example
-    prompt_token_ids: list[int]
+    sampling: SamplingConfig
+    shown: Rendered
+    """The prompt."""
+    conversations: list["Conversation"] = field(default_factory=list)
     scored: list[ScoredCompletion] = field(default_factory=list)
+    advantages: list[float] = field(default_factory=list)
 
 
-def make_episodes(
-    groups: Sequence[Group], advantage: AdvantageConfig, *, task: str, temperature: float
-) -> list[Episode]:
-    """What the trainer learns from; a group whose advantages are all 0 would teach nothing."""
-    episodes = []
-    for group in groups:
-        advantages = group_advantages(advantage, group.scored, group.id)
-        if not any(advantages):
-            continue
-        for scored, value in zip(group.scored, advantages, strict=True):
-            completion = scored.completion
-            episodes.append(
-                Episode(
-                    policy_version=completion.policy_version,
-                    prompt_token_ids=completion.prompt_token_ids,
-                    token_ids=completion.token_ids,
-                    token_logprobs=completion.token_logprobs,
-                    reward=scored.reward,
-                    advantage=value,
-                    task=task,
-                    group_id=group.id,
-                    temperature=temperature,
-                    routed_experts=completion.routed_experts,
-                )
-            )
-    return episodes
+class Conversation:
+    """One rollout under way. Its tokens only grow: what was sampled is never tokenised again."""
 
-
-class UntrainableSteps:
-    """A step without an episode is chance; many in a row are a mistake somewhere."""
-
-    def __init__(self, most: int) -> None:
-        self.most, self.in_a_row = most, 0
-
-    def count(self, groups: Sequence[Group], episodes: Sequence[Episode]) -> None:
-        """Count a step; raise when too many in a row had nothing to learn from."""
-        self.in_a_row = 0 if episodes else self.in_a_row + 1
-        if self.in_a_row < self.most:
-            return
-        rewards = sorted({sample.reward for group in groups for sample in group.scored})
-        raise RuntimeError(
-            f"{self.in_a_row} steps in a row had nothing to learn from: every advantage was 0, or "
-            f"every episode too long (rewards seen: {rewards[:5]}). Look at the prompts, the "
-            "reward function, generator.sampling.max_tokens and the overlong/ counts in the metrics"
+    def __init__(self, group: Group, number: int, renderer: ChatRenderer, limits: RolloutConfig):
+        self.group, self.number = group, number
+        self.renderer, self.limits = renderer, limits
+        self.tools = group.task.shown_tools
+        self.shown = group.shown
+        self.turns: list[Turn] = []
+        self.calls: list[ToolCall] = []
+        self.started = time.monotonic()
+        self.heldout = False
+        self.rollout = Rollout(
+            completions=[],
+            messages=list(group.example.messages),
+            status="finished",
+            state=group.example.state,
         )
+
+    @property
+    def id(self) -> str:
+        """Of its next turn: what the seed of that derives from."""
+        return f"{self.group.id}/{self.number}/{len(self.turns)}"
+
+    @property
+    def sampling(self) -> SamplingConfig:
+        """Of its next turn: one completion, that fits what is left of the conversation."""
+        room = self.limits.max_tokens - len(self.shown.token_ids)
+        sampling = self.group.sampling
+        return replace(sampling, n=1, max_tokens=min(sampling.max_tokens, room))
+
+    def take(self, completion: Completion) -> bool:
+        """The model's turn; returns whether the task is to respond to it."""
+        self.turns.append(
+            Turn.after(
+                self.shown,
+                completion.token_ids,
+                completion.token_logprobs,
+                completion.routed_experts,
+            )
+        )
+        self.rollout.completions.append(completion)
+        task = self.group.task
+        if not task.interactive:
+            message: Message = {"role": "assistant", "content": completion.text}
+            self.calls = []
+        else:
+            message, self.calls = self.renderer.parse(completion.token_ids)
+        self.rollout.messages.append(message)
+        if completion.finish_reason == "length":
+            whole = len(completion.token_ids) >= self.group.sampling.max_tokens
+            return self._end("truncated" if whole else "token_limit")
+        if not self.calls and not task.answers:
+            return self._end("finished")
+        return len(self.turns) < self.limits.max_turns or self._end("turn_limit")
+
+    @property
+    def request(self) -> Request:
+        """What the environment is to respond to."""
+        return Request(
+            task=self.group.task.name,
+            messages=self.rollout.messages,
+            calls=self.calls,
+            state=self.rollout.state,
+            seconds=max(self._seconds_left, 0.0),
+        )
+
+    def hear(self, response: Response) -> bool:
+        """The task's response; returns whether the model is to go on."""
+        rollout = self.rollout
+        rollout.state = response.state
+        rollout.outcomes += response.outcomes
+        if response.failure:
+            return self._end("environment_failed")
+        if not response.messages:
+            return self._end("finished")
+        said = [self._harmless(message) for message in response.messages]
+        rollout.messages += said
+        self.shown = self.renderer.extend(
+            self.turns[-1], said, tools=self.tools
+        ) or self.renderer.render(rollout.messages, tools=self.tools)
+        if len(self.shown.token_ids) >= self.limits.max_tokens:
+            return self._end("token_limit")
+        return self._seconds_left > 0 or self._end("time_limit")
+
+    def _harmless(self, message: Message) -> Message:
+        return {**message, "content": self.renderer.harmless(message["content"])}
+
+    @property
+    def _seconds_left(self) -> float:
+        return self.limits.max_seconds - (time.monotonic() - self.started)
+
+    def _end(self, status: Status) -> bool:
+        self.rollout.status = status
+        return False
+
+
+def all_scored(groups: Sequence[Group]) -> list[tuple[str, ScoredCompletion]]:
+    """Every sample with the name of its task."""
+    return [(group.task.name, scored) for group in groups for scored in group.scored]
+
+
+async def roll_out(
+    groups: Sequence[Group],
+    *,
+    sample: SampleCall,
+    respond: RespondCall,
+    renderer: ChatRenderer,
+    limits: RolloutConfig,
+) -> None:
+    """Give each group its conversations, from the prompt to the end of the last.
+
+    All conversations take their turns together: their prompts enter the engine in one call, so that
+    a run with the same seed decodes the same batches, whatever the tools' timing.
+    """
+    for group in groups:
+        group.conversations = []
+    first = await sample(
+        [group.shown.token_ids for group in groups],
+        [group.sampling for group in groups],
+        [group.id for group in groups],
+    )
+    talking = []
+    for completion in first:
+        group = groups[completion.prompt_idx]
+        conversation = Conversation(group, len(group.conversations), renderer, limits)
+        group.conversations.append(conversation)
+        if conversation.take(completion):
+            talking.append(conversation)
+    while talking:
+        responses = await respond([c.request for c in talking])
+        listening = []
+        for conversation, response in zip(talking, responses, strict=True):
+            if conversation.hear(response):
+                listening.append(conversation)
+            await asyncio.sleep(0)  # rendering takes a while: let others in between
+        completions = await sample(
+            [c.shown.token_ids for c in listening],
+            [c.sampling for c in listening],
+            [c.id for c in listening],
+        )
+        talking = [
+            conversation
+            for conversation, completion in zip(listening, completions, strict=True)
+            if conversation.take(completion)
+        ]

@@ -1,6 +1,6 @@
 """A starting model by imitation: supervised steps of the same Trainer, on the same actors.
 
-A demonstration is an episode with advantage 1: the loss -A·t then is cross-entropy. It ends when
+A demonstration is an episode whose assistant tokens echo and nothing trains by RL. It ends when
 greedy accuracy is middling, where reinforcement learning has something to reward and something left
 to learn.
 """
@@ -16,18 +16,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torchtitan.components.optimizer import LRSchedulersContainer
 
 from torchtitan_rl.actors.engine import SamplingConfig
 from torchtitan_rl.actors.trainer import OptimizerConfig
 from torchtitan_rl.algorithms.advantage import AdvantageConfig
+from torchtitan_rl.algorithms.echo import EchoConfig, RoleEcho
 from torchtitan_rl.algorithms.objective import LossConfig
+from torchtitan_rl.conversation import Turn, merge_turns, turn_alphas
+from torchtitan_rl.episodes import to_episodes
+from torchtitan_rl.models.render import ChatRenderer
 from torchtitan_rl.models.tiny import tiny_config, write_tiny_model
 from torchtitan_rl.observability.console import StepProgress, console
 from torchtitan_rl.tasks.task import Task
-from torchtitan_rl.types import Episode
+from torchtitan_rl.types import Episode, Message
 from torchtitan_rl.waiting import Interrupted, unless
 
 if TYPE_CHECKING:
@@ -153,6 +157,7 @@ def supervised(config: "Controller.Config", work: Path) -> "Controller.Config":
             engine=replace(engine, return_routed_experts=False),
         ),
         advantage=AdvantageConfig(name="reward"),
+        save_rollouts=False,
         trainer=replace(
             config.trainer,
             loss=LossConfig(name="reinforce"),
@@ -178,7 +183,7 @@ async def imitate(controller: "Controller", warm: WarmStartConfig) -> float:
         for step in range(done, warm.steps):
             first = step * warm.demonstrations_per_step
             indices = range(first, first + warm.demonstrations_per_step)
-            await controller.train([demonstration(controller, i) for i in indices])
+            await controller.train([e for i in indices for e in demonstration(controller, i)])
             controller.steps_done = step + 1
             line = None
             if (step + 1) % warm.evaluate_every == 0 or step + 1 == warm.steps:
@@ -200,19 +205,46 @@ async def imitate(controller: "Controller", warm: WarmStartConfig) -> float:
     return accuracy
 
 
-def demonstration(controller: "Controller", index: int) -> Episode:
-    """Demonstration `index` as an episode that nobody sampled: it has no generator logprobs."""
+def demonstration(controller: "Controller", index: int) -> list[Episode]:
+    """Demonstration `index` as episodes that nobody sampled: they have no generator logprobs."""
     # Negative indices: the run itself never trains on the same stream of prompts.
     example = controller.task.train_example(-1 - index)
+    task = controller.tasks[example.task or controller.task.name]
     rng = random.Random(f"{controller.config.seed}/demonstration/{index}")
-    text = controller.task.demonstration(example, rng)
-    return Episode(
+    said = task.demonstration(example, rng)
+    messages = [{"role": "assistant", "content": said}] if isinstance(said, str) else said
+    turns = taught_turns(controller.renderer, example.messages, messages, tools=task.shown_tools)
+    alphas, _ = turn_alphas(EchoConfig(assistant=RoleEcho()), turns)
+    return to_episodes(
+        merge_turns(turns, alphas),
+        rl=False,
         policy_version=controller.policy_version,
-        prompt_token_ids=controller.renderer.prompt(example.messages),
-        token_ids=controller.renderer.completion(text),
-        token_logprobs=None,
         reward=0.0,
-        advantage=1.0,
-        task=controller.task.name,
+        advantage=0.0,
+        task=task.name,
         group_id=f"demonstration/{index}",
     )
+
+
+def taught_turns(
+    renderer: ChatRenderer,
+    prompt: list[Message],
+    messages: list[Message],
+    *,
+    tools: list[dict[str, Any]] | None,
+) -> list[Turn]:
+    """The turns of a conversation as if the model had sampled what the assistant says in it."""
+    turns: list[Turn] = []
+    shown = renderer.render(prompt, tools=tools)
+    said: list[Message] = []
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant":
+            said.append(message)
+            continue
+        if said:
+            shown = renderer.extend(turns[-1], said, tools=tools) or renderer.render(
+                prompt + messages[:number], tools=tools
+            )
+            said = []
+        turns.append(Turn.after(shown, renderer.reply(message)))
+    return turns

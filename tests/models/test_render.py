@@ -48,7 +48,7 @@ def test_tools_are_shown_to_the_model(renderer):
 
 @pytest.mark.parametrize("ended", [True, False], ids=["ended", "cut off"])
 def test_the_next_turn_keeps_what_was_sampled(renderer, ended):
-    completion = renderer.completion("I ask.")
+    completion = renderer.reply({"role": "assistant", "content": "I ask."})
     turn = first_turn(renderer, completion if ended else completion[:-1])
     shown = renderer.extend(turn, ANSWER)
     assert shown.token_ids[: turn.length] == turn.prompt_token_ids + turn.token_ids
@@ -61,19 +61,19 @@ def test_the_next_turn_keeps_what_was_sampled(renderer, ended):
 
 
 def test_without_an_origin_before_there_is_none_behind(renderer):
-    turn = first_turn(renderer, renderer.completion("I ask."), attributed=False)
+    turn = first_turn(renderer, renderer.reply({"role": "assistant", "content": "I ask."}), attributed=False)
     assert renderer.extend(turn, ANSWER).attributions is None
 
 
 def test_the_models_own_words_cannot_be_put_into_its_mouth(renderer):
-    turn = first_turn(renderer, renderer.completion("I ask."))
+    turn = first_turn(renderer, renderer.reply({"role": "assistant", "content": "I ask."}))
     assert renderer.extend(turn, [{"role": "assistant", "content": "No."}]) is None
 
 
 def test_two_turns_become_one_sample_in_which_only_the_tools_words_echo(renderer):
-    first = first_turn(renderer, renderer.completion("I ask."))
+    first = first_turn(renderer, renderer.reply({"role": "assistant", "content": "I ask."}))
     shown = renderer.extend(first, ANSWER)
-    final = renderer.completion("4")
+    final = renderer.reply({"role": "assistant", "content": "4"})
     second = Turn(
         shown.token_ids, final, [-1.0] * len(final), shown.attributions + [OWN] * len(final)
     )

@@ -109,7 +109,7 @@ def test_a_thinking_prompt_leaves_the_thinking_to_the_model(tiny_model):
 
 
 def test_a_completion_is_its_text_and_the_end_of_turn(renderer):
-    *text, end = renderer.completion("4+7 [ANSWER] 11")
+    *text, end = renderer.reply({"role": "assistant", "content": "4+7 [ANSWER] 11"})
     assert renderer.tokenizer.decode(text) == "4+7 [ANSWER] 11"
     assert end == renderer.tokenizer.convert_tokens_to_ids("<|im_end|>")
 

@@ -111,12 +111,17 @@ class Engine:
     # ---- called from any thread or event loop -------------------------------------------------
 
     async def generate(
-        self, prompts: list[Prompt], sampling: SamplingConfig, group_ids: list[str]
+        self,
+        prompts: list[Prompt],
+        sampling: SamplingConfig | list[SamplingConfig],
+        group_ids: list[str],
     ) -> list[Completion]:
-        """All samples of all prompts, ordered by prompt, then sample."""
+        """All samples of all prompts, ordered by prompt, then sample. `sampling` is for all of
+        them, or a list has one for each."""
+        samplings = sampling if isinstance(sampling, list) else [sampling] * len(prompts)
         call = _Call(Future(), [], 0, [])
         try:
-            await self._between_steps(lambda: self._add(call, prompts, sampling, group_ids))
+            await self._between_steps(lambda: self._add(call, prompts, samplings, group_ids))
             return await asyncio.wrap_future(call.future)
         except asyncio.CancelledError:
             # Nobody waits for these any more; do not let them take the engine's time.
@@ -191,13 +196,18 @@ class Engine:
                 self._die(error)
 
     def _add(
-        self, call: _Call, prompts: list[Prompt], sampling: SamplingConfig, group_ids: list[str]
+        self,
+        call: _Call,
+        prompts: list[Prompt],
+        samplings: list[SamplingConfig],
+        group_ids: list[str],
     ) -> None:
         from vllm.exceptions import VLLMValidationError
 
         call.policy_version = self.policy_version
         try:
-            for prompt_idx, (prompt, group_id) in enumerate(zip(prompts, group_ids, strict=True)):
+            together = zip(prompts, samplings, group_ids, strict=True)
+            for prompt_idx, (prompt, sampling, group_id) in enumerate(together):
                 token_ids = self._check_prompt(prompt, prompt_idx, sampling)
                 for sample in range(sampling.n):
                     request_id = str(next(self._ids))

@@ -62,13 +62,15 @@ class VLLMGenerator(Actor, Configurable):
         self,
         prompts: list[Prompt],
         *,
-        sampling_config: SamplingConfig | None = None,
+        sampling_config: SamplingConfig | list[SamplingConfig] | None = None,
         group_ids: list[str] | None = None,
     ) -> list[Completion]:
         """`n` completions of each prompt, a string or token ids; ordered by prompt, then sample.
 
-        A sample's seed derives from the run's seed, its group id and its number in the group. Name
-        the groups to get the same samples again; without names every call makes new groups.
+        `sampling_config` is for all prompts, or a list has one for each; without it the actor's own
+        is used. A sample's seed derives from the run's seed, its group id and its number in the
+        group. Name the groups to get the same samples again; without names every call makes new
+        groups.
         """
         if group_ids is None:
             call = next(self._calls)

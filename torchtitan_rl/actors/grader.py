@@ -2,14 +2,15 @@
 
 import asyncio
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from monarch.actor import Actor, concurrent_endpoint
 from torchtitan.config import Configurable
 
 from torchtitan_rl.tasks.task import Reward, Task
-from torchtitan_rl.types import Completion, ScoredCompletion
+from torchtitan_rl.types import Completion, Rollout, ScoredCompletion
 
 CONCURRENT_REWARDS = 4
 """Fewer than the threads that asyncio keeps on the smallest machine."""
@@ -44,20 +45,27 @@ class Grader(Actor, Configurable):
     async def setup(self) -> None:
         """Build the task. Apart from `__init__`, so that a failure comes back as an error."""
         self.task: Task = self._task_config.build(seed=self._seed)
+        self.tasks = self.task.members()
         # As many reward functions at a time as there are threads for them: the clock of one must
         # not run while it waits for its turn.
         self._turns = asyncio.Semaphore(CONCURRENT_REWARDS)
 
     @concurrent_endpoint
     async def score(
-        self, completions: list[Completion], expected_answer: Any, *, group_id: str = "?"
+        self,
+        completions: list[Completion] | list[Rollout],
+        expected_answer: Any,
+        *,
+        group_id: str = "?",
+        task: str | None = None,
     ) -> list[ScoredCompletion]:
-        """The completions of one group, each with its reward, in order."""
-        where = f"reward function of task {self.task.name!r}, group {group_id}"
+        """The samples of one group, each with its reward, in order. In a mixture, name its task."""
+        chosen = self.tasks[task] if task is not None else self.task
+        where = f"reward function of task {chosen.name!r}, group {group_id}"
         async with self._turns:
             # On a thread: a slow reward function must not keep the other groups waiting.
             call = asyncio.create_task(
-                asyncio.to_thread(self.task.reward, completions, expected_answer)
+                asyncio.to_thread(chosen.reward, cast(list[Rollout], completions), expected_answer)
             )
             done, _ = await asyncio.wait({call}, timeout=self.config.timeout_seconds)
         if not done:
@@ -68,7 +76,7 @@ class Grader(Actor, Configurable):
 
 
 def check_rewards(
-    completions: list[Completion], rewards: Any, where: str
+    completions: Sequence[Completion | Rollout], rewards: Any, where: str
 ) -> list[ScoredCompletion]:
     """Pair completions with what the reward function returned, or say what is wrong with it."""
     try:

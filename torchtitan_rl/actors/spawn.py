@@ -282,3 +282,7 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+async def spawn_environment(config, task, *, seed=0, log_file=None) -> Spawned:
+    raise NotImplementedError

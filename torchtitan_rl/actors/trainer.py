@@ -191,6 +191,16 @@ class Trainer(Actor, Configurable):
         return metrics
 
     @endpoint
+    async def measure(self, grid: Grid) -> Metrics:
+        """This rank's share of what a step on the grid would measure, without taking it."""
+        measured = []
+        with torch.no_grad():
+            for cell in self._column(grid):
+                with self.rank.replaying(cell, on=self.config.router_replay):
+                    measured.append(self._loss(cell, grid, self.config.loss)[1])
+        return merge_metrics(measured)
+
+    @endpoint
     async def gradients(
         self, grid: Grid, *, loss: LossConfig | None = None
     ) -> dict[str, torch.Tensor]:
@@ -254,18 +264,23 @@ class Trainer(Actor, Configurable):
         """Accumulate the gradient of one microbatch."""
         # Around the backward pass too: activation checkpointing runs the routers again.
         with self.rank.replaying(cell, on=self.config.router_replay):
-            predicted = self.rank.predict(cell)
-            rl = predicted.where(predicted.streams["loss_mask"])
-            echo = predicted.where(~predicted.streams["loss_mask"])
-            output = self._objective(rl, loss)
-            echoed = echo_loss(echo.logprobs, echo.streams.get("echo_alpha"))
-            # A cell of padding still runs backward: FSDP's collectives need every rank.
-            total = predicted.logprobs.sum() * 0.0
-            total = total + output.loss_sum / max(grid.loss_tokens, 1)
-            total = total + echoed.loss_sum / max(grid.echo_tokens, 1)
+            total, metrics = self._loss(cell, grid, loss)
             total.backward()
+        return metrics
+
+    def _loss(self, cell: Microbatch, grid: Grid, loss: LossConfig) -> tuple[torch.Tensor, Metrics]:
+        """A microbatch's share of the loss of the batch, and what was measured on the way."""
+        predicted = self.rank.predict(cell)
+        rl = predicted.where(predicted.streams["loss_mask"])
+        echo = predicted.where(~predicted.streams["loss_mask"])
+        output = self._objective(rl, loss)
+        echoed = echo_loss(echo.logprobs, echo.streams.get("echo_alpha"))
+        # A cell of padding still runs backward: FSDP's collectives need every rank.
+        total = predicted.logprobs.sum() * 0.0
+        total = total + output.loss_sum / max(grid.loss_tokens, 1)
+        total = total + echoed.loss_sum / max(grid.echo_tokens, 1)
         entropy = Mean(rl.entropies.sum().item(), float(rl.logprobs.numel()))
-        return {**output.metrics, **echoed.metrics, "train/entropy": entropy}
+        return total, {**output.metrics, **echoed.metrics, "train/entropy": entropy}
 
     def _objective(self, predicted: "Predicted", loss: LossConfig) -> LossOutput:
         logprobs, streams = predicted.logprobs, predicted.streams

@@ -111,6 +111,17 @@ def _alpha(config: EchoConfig, token: Attribution | None) -> float | None:
     return chosen.alpha
 
 
+def call_filter(config: EchoConfig, rollout: object) -> object:
+    """What the filter says of a rollout; an error of its own names it."""
+    function: Callable = resolve(config.filter, {}, what="echo filter")
+    try:
+        return function(rollout, **config.filter_kwargs)
+    except Exception as error:
+        raise ValueError(
+            f"echo filter {config.filter!r} raised {type(error).__name__}: {error}"
+        ) from error
+
+
 def checked_mask(name: str, mask: object, lengths: Sequence[int]) -> list[list[bool]]:
     """What the filter `name` returned for turns of these many tokens, or an error that names it."""
     if not isinstance(mask, list) or not all(isinstance(turn, list) for turn in mask):

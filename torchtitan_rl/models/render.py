@@ -1,22 +1,13 @@
 """Chat messages to token ids, through the `renderers` package."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torchtitan_rl.algorithms.echo import Attribution
-from torchtitan_rl.conversation import Turn
+from torchtitan_rl.conversation import Rendered, Turn
 from torchtitan_rl.models.hf import ModelFolderError, read_hf_config
+from torchtitan_rl.tasks.tools import ToolCall
 from torchtitan_rl.types import Message
-
-
-@dataclass(slots=True)
-class Rendered:
-    """Messages as tokens, up to where the model's turn starts."""
-
-    token_ids: list[int]
-    attributions: list[Attribution | None] | None
-    """Where each token comes from; None for a token between messages, or if nobody knows."""
 
 
 class ChatRenderer:
@@ -42,6 +33,11 @@ class ChatRenderer:
             raise ModelFolderError(
                 f"{folder} has no tokenizer that can render chat messages: {error}"
             ) from error
+        self._control_tokens = [
+            token.content
+            for token in self.tokenizer.added_tokens_decoder.values()
+            if token.special or token.content.startswith("<")
+        ]
 
     def prompt(self, messages: list[Message]) -> list[int]:
         """Token ids of the conversation up to where the model's turn starts."""
@@ -69,10 +65,51 @@ class ChatRenderer:
             return Rendered(list(bridged.token_ids), None)
         return Rendered(list(bridged.token_ids), turn.attributions + added[turn.length :])
 
-    def completion(self, text: str) -> list[int]:
-        """Token ids of a completion with the end-of-turn token the model would have sampled."""
-        ids = self.tokenizer.encode(text, add_special_tokens=False)
-        return [*ids, self._renderer.get_stop_token_ids()[0]]
+    def parse(self, token_ids: list[int]) -> tuple[Message, list[ToolCall]]:
+        """What the model has sampled as a message, and the tools it calls in it, well or badly."""
+        try:
+            parsed = self._renderer.parse_response(token_ids)
+        except (ValueError, RecursionError) as error:  # untrusted JSON: endless digits or brackets
+            text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+            problem = f"the call cannot be read: {type(error).__name__}"
+            return {"role": "assistant", "content": text}, [ToolCall("", None, problem)]
+        message: Message = {"role": "assistant", "content": parsed.content}
+        if parsed.reasoning_content:
+            message["reasoning_content"] = parsed.reasoning_content
+        calls = [_tool_call(call) for call in parsed.tool_calls]
+        if calls:
+            message["tool_calls"] = [
+                {"type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+                for c in calls
+            ]
+        return message, calls
+
+    def reply(self, message: Message) -> list[int]:
+        """Token ids the model would have sampled to say this, its end of turn included."""
+        question: Message = {"role": "user", "content": "?"}
+        # Between two questions: the last message of a chat may be rendered in another way.
+        shown = self._renderer.render([question, message, question])
+        own = [i for i, index in enumerate(shown.message_indices) if index == 1]
+        last = max(i for i in own if shown.sampled_mask[i])
+        opening = self.prompt([question])[own[0] :]
+        ids = list(shown.token_ids)[own[0] : last + 1]
+        if ids[: len(opening)] != opening:
+            raise ValueError(f"the chat format does not say {message!r} after its own opening")
+        return ids[len(opening) :]
+
+    def harmless(self, text: str) -> str:
+        """The text with no token in it that means something to the chat: untrusted text must not be
+        able to end a message and start another."""
+        for token in self._control_tokens:
+            text = text.replace(token, f"{token[0]}\u200b{token[1:]}")
+        return text
+
+
+def _tool_call(parsed: Any) -> ToolCall:
+    if parsed.status.value == "ok" and isinstance(parsed.name, str):
+        return ToolCall(parsed.name, parsed.arguments)
+    name = parsed.name if isinstance(parsed.name, str) else ""
+    return ToolCall(name, parsed.raw, problem=f"malformed call ({parsed.status.value})")
 
 
 def _attributions(rendered: Any) -> list[Attribution | None] | None:

@@ -1,28 +1,72 @@
 """Metrics of what was rolled out, for all tasks together and for each."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from typing import get_args
 
-from torchtitan_rl.observability.metrics import Distribution, Metrics
-from torchtitan_rl.types import ScoredCompletion
+from torchtitan_rl.observability.metrics import Distribution, Metrics, flatten
+from torchtitan_rl.types import Outcome, Rollout, ScoredCompletion, Status
 
 
-def rollout_metrics(scored: Iterable[ScoredCompletion], task: str) -> Metrics:
-    """`{metric}/{all,<task>}` over the samples of a step.
+def rollout_metrics(
+    scored: Iterable[tuple[str, ScoredCompletion]], interactive: Collection[str] = ()
+) -> Metrics:
+    """`{metric}/{all,<task>}` over the samples of a step, each with the name of its task; those of
+    `interactive` tasks also tell of turns, tools and how they ended.
 
     Example:
         reward/all/mean, accuracy/sum_digits/mean, completion_tokens/all/max, truncated/all/mean
     """
     columns: defaultdict[str, list[float]] = defaultdict(list)
-    for sample in scored:
-        columns["reward"].append(sample.reward)
-        columns["accuracy"].append(float(sample.correct))
-        columns["completion_tokens"].append(float(len(sample.completion.token_ids)))
-        columns["truncated"].append(float(sample.completion.finish_reason == "length"))
-        for name, value in sample.reward_parts.items():
-            columns[f"reward_part/{name}"].append(value)
+    for task, sample in scored:
+        values = _values(sample)
+        if task in interactive:
+            values |= _conversation_values(sample)
+        for name, value in values.items():
+            for who in ("all", task):
+                columns[f"{name}/{who}"].append(value)
+    return {name: Distribution.of(values) for name, values in columns.items()}
+
+
+def _values(sample: ScoredCompletion) -> dict[str, float]:
+    rollout = _rollout(sample)
     return {
-        f"{name}/{who}": Distribution.of(values)
-        for name, values in columns.items()
-        for who in ("all", task)
+        "reward": sample.reward,
+        "accuracy": float(sample.correct),
+        "completion_tokens": float(len(rollout.token_ids)),
+        "truncated": float(rollout.status == "truncated"),
+        **{f"reward_part/{name}": value for name, value in sample.reward_parts.items()},
+    }
+
+
+def _conversation_values(sample: ScoredCompletion) -> dict[str, float]:
+    rollout = _rollout(sample)
+    return {
+        "turns": float(len(rollout.completions)),
+        **{
+            f"tool_calls/{outcome}": float(rollout.outcomes.count(outcome))
+            for outcome in get_args(Outcome)
+        },
+        **{f"status/{status}": float(rollout.status == status) for status in get_args(Status)},
+    }
+
+
+def _rollout(sample: ScoredCompletion) -> Rollout:
+    assert isinstance(sample.completion, Rollout)
+    return sample.completion
+
+
+def evaluation_metrics(scored: Iterable[tuple[str, ScoredCompletion]]) -> dict[str, float]:
+    """Accuracy and reward of all, and of each task if there are several.
+
+    Example:
+        eval/accuracy, eval/reward, eval/accuracy/calculator
+    """
+    samples = list(scored)
+    means = flatten(rollout_metrics(samples))
+    several = {task for task, _ in samples} if len({task for task, _ in samples}) > 1 else set()
+    return {
+        f"eval/{name}{suffix}": means[f"{name}/{who}/mean"]
+        for name in ("accuracy", "reward")
+        for who, suffix in [("all", ""), *((task, f"/{task}") for task in sorted(several))]
     }

@@ -9,7 +9,7 @@ FIXED = (
     *("seed:", "task.", "model:", "warm_start", "prompts_per_step:", "thinking:"),
     *("generator.sampling.", "advantage.", "trainer.loss.", "trainer.optimizer."),
     *("trainer.updates_per_step:", "trainer.max_grad_norm:", "trainer.dtype:", "reference.dtype:"),
-    *("trainer.overlong:", "trainer.router_replay:"),
+    *("trainer.overlong:", "trainer.router_replay:", "rollout.", "environment."),
 )
 """Settings that decide what a run computes: a resumed run keeps them."""
 
@@ -22,7 +22,8 @@ class RunFolder:
     """Paths of one run.
 
     Example:
-        outputs/<run>/config.json  metrics.jsonl  tensorboard/  checkpoints/  model/  logs/
+        outputs/<run>/config.json  metrics.jsonl  tensorboard/  rollouts/  checkpoints/
+        model/  logs/
     """
 
     def __init__(self, path: str | Path, *, resume: bool) -> None:
@@ -31,6 +32,7 @@ class RunFolder:
         self.metrics_file = self.path / "metrics.jsonl"
         self.checkpoints = self.path / "checkpoints"
         self.tensorboard = self.path / "tensorboard"
+        self.rollouts = self.path / "rollouts"
         self.logs = self.path / "logs"
         self.model = self.path / "model"
         if self.config_file.exists() and not resume:

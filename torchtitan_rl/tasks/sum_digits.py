@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from torchtitan_rl.tasks.task import Example, Reward, Task, is_heldout
-from torchtitan_rl.types import Completion
+from torchtitan_rl.types import Rollout
 
 _ANSWER = re.compile(r"\[ANSWER\] (\d+)\s*$")
 _MOST_DRAWS = 100_000
@@ -76,7 +76,7 @@ class SumDigits(Task):
                 return question
         raise ValueError(f"task {self.name!r} found no {split} question; change heldout_share")
 
-    def reward(self, completions: Sequence[Completion], expected_answer: Any) -> list[Reward]:
+    def reward(self, completions: Sequence[Rollout], expected_answer: Any) -> list[Reward]:
         return [self._score(completion.text, int(expected_answer)) for completion in completions]
 
     def _score(self, text: str, expected: int) -> Reward:

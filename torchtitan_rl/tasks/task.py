@@ -9,6 +9,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar
 
 from torchtitan.config import Configurable
@@ -58,6 +59,10 @@ class Task(Configurable, ABC):
         """Which tokens of its rollouts also train by cross-entropy; None: none."""
         show_tools: bool = True
         """Describe the tools in the prompt; a model that was taught them needs no description."""
+
+        def parts(self) -> "tuple[Task.Config, ...]":
+            """Of the tasks it is made of: itself, unless it is a mixture."""
+            return (self,)
 
     config: Config
     state_columns: ClassVar[Sequence[str]] = ()
@@ -111,15 +116,26 @@ class Task(Configurable, ABC):
         """The tasks this one is made of, by name: itself, unless it is a mixture."""
         return {self.name: self}
 
-    @property
+    @cached_property
     def tools(self) -> dict[str, Tool]:
         """Its methods marked `@tool`, by name."""
         return find_tools(self)
 
+    @cached_property
+    def shown_tools(self) -> list[dict[str, Any]] | None:
+        """Specs of the tools that its prompts describe."""
+        specs = [tool.spec for tool in self.tools.values()] if self.config.show_tools else []
+        return specs or None
+
+    @cached_property
+    def answers(self) -> bool:
+        """Whether it may have something to say when the model has called no tool."""
+        return type(self).answer is not Task.answer
+
     @property
     def interactive(self) -> bool:
         """Whether a conversation may go on after the model's first turn."""
-        return bool(self.tools) or type(self).answer is not Task.answer
+        return bool(self.tools) or self.answers
 
 
 def is_heldout(question: str, share: float) -> bool:

@@ -1,0 +1,109 @@
+"""The actors of a run: who is there, on which GPUs, with which logs."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from torchtitan_rl.actors.spawn import (
+    Spawned,
+    spawn_environment,
+    spawn_generator,
+    spawn_grader,
+    spawn_reference,
+    spawn_trainer,
+)
+from torchtitan_rl.config import RunConfig
+from torchtitan_rl.observability.run_folder import RunFolder
+from torchtitan_rl.waiting import together
+
+
+class Crew:
+    """Spawns the actors side by side, and ends every process they live on.
+
+    Example:
+        crew = Crew(config, folder, interactive=False)
+        await crew.start()
+        completions = await crew.generator.actor.generate.call_one(["47 85"])
+        await crew.stop()
+    """
+
+    trainer: Spawned
+    generator: Spawned
+    grader: Spawned
+    environment: Spawned | None = None
+    """Only if a task has tools, or answers the model."""
+    reference: Spawned | None = None
+    """Only if a loss compares with the starting model."""
+
+    def __init__(self, config: RunConfig, folder: RunFolder, *, interactive: bool) -> None:
+        self._config, self._folder, self._interactive = config, folder, interactive
+        self._model = str(config.model_folder)
+        self._spawned: list[Spawned] = []
+
+    async def start(self) -> None:
+        """Spawn them all; each is ready when this returns."""
+        starting = [self._start_trainer(), self._start_generator(), self._start_grader()]
+        if self._interactive:
+            starting.append(self._start_environment())
+        if self._config.has_reference:
+            starting.append(self._start_reference())
+        await together(*starting)
+
+    async def stop(self) -> None:
+        """Stop every process of the run."""
+        await asyncio.gather(*(s.stop() for s in self._spawned), return_exceptions=True)
+
+    async def _start_trainer(self) -> None:
+        config = self._config
+        self.trainer = await self._own(
+            "trainer",
+            spawn_trainer,
+            config.trainer,
+            model=self._model,
+            steps=config.steps,
+            checkpoint_folder=str(self._folder.checkpoints),
+            keep=config.checkpoint.keep,
+            seed=config.seed,
+            resume=config.resume,
+            gpus=config.gpus[0],
+        )
+
+    async def _start_generator(self) -> None:
+        config = self._config
+        self.generator = await self._own(
+            "generator",
+            spawn_generator,
+            config.generator,
+            model=self._model,
+            seed=config.seed,
+            gpus=config.gpus[1],
+        )
+
+    async def _start_grader(self) -> None:
+        config = self._config
+        self.grader = await self._own(
+            "grader", spawn_grader, config.grader, config.task, seed=config.seed
+        )
+
+    async def _start_environment(self) -> None:
+        config = self._config
+        self.environment = await self._own(
+            "environment", spawn_environment, config.environment, config.task, seed=config.seed
+        )
+
+    async def _start_reference(self) -> None:
+        config = self._config
+        self.reference = await self._own(
+            "reference",
+            spawn_reference,
+            config.reference,
+            model=self._model,
+            gpus=config.gpus[2],
+        )
+
+    async def _own(
+        self, who: str, spawn: Callable[..., Awaitable[Spawned]], *args: Any, **kwargs: Any
+    ) -> Spawned:
+        spawned = await spawn(*args, **kwargs, log_file=self._folder.log_file(who))
+        self._spawned.append(spawned)
+        return spawned

@@ -1,0 +1,126 @@
+"""What the trainer learns from a step's rollouts. Pure."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchtitan_rl.algorithms.advantage import AdvantageConfig, group_advantages
+from torchtitan_rl.algorithms.echo import EchoConfig, call_filter
+from torchtitan_rl.conversation import Sample, Turn, merge_turns, turn_alphas
+from torchtitan_rl.rollout import Group
+from torchtitan_rl.tasks.task import is_heldout
+from torchtitan_rl.types import Episode, Rollout
+
+
+@dataclass(slots=True)
+class Batch:
+    """The episodes of a step."""
+
+    episodes: list[Episode] = field(default_factory=list)
+    heldout: list[Episode] = field(default_factory=list)
+    """Of rollouts that are measured and never trained on."""
+    unattributed: int = 0
+    """Turns that do not echo, because the renderer could not say where their tokens come from."""
+
+
+def make_batch(
+    groups: Sequence[Group], advantage: AdvantageConfig, *, holdout_share: float = 0.0
+) -> Batch:
+    """Episodes of the groups' conversations. A group whose advantages are all 0 teaches nothing by
+    RL: only those of its tokens that echo are kept."""
+    batch = Batch()
+    for group in groups:
+        group.advantages = group_advantages(advantage, group.scored, group.id)
+        rl = any(group.advantages)
+        for conversation, scored, value in zip(
+            group.conversations, group.scored, group.advantages, strict=True
+        ):
+            samples, unattributed = echoing_samples(
+                group.task.config.echo, conversation.turns, conversation.rollout
+            )
+            batch.unattributed += unattributed
+            conversation.heldout = is_heldout(f"{group.id}/{conversation.number}", holdout_share)
+            into = batch.heldout if conversation.heldout else batch.episodes
+            into += to_episodes(
+                samples,
+                rl=rl,
+                policy_version=conversation.rollout.policy_version,
+                reward=scored.reward,
+                advantage=value,
+                task=group.task.name,
+                group_id=group.id,
+                temperature=group.sampling.temperature,
+            )
+    _level(batch.episodes + batch.heldout)
+    return batch
+
+
+def echoing_samples(
+    echo: EchoConfig | None, turns: Sequence[Turn], rollout: Rollout
+) -> tuple[list[Sample], int]:
+    """The samples of a conversation with their echo weights, and how many of its turns could not be
+    attributed."""
+    if echo is None:
+        return merge_turns(turns), 0
+    allowed = call_filter(echo, rollout) if echo.filter and turns else None
+    alphas, unattributed = turn_alphas(echo, turns, allowed)
+    return merge_turns(turns, alphas), unattributed
+
+
+def to_episodes(samples: Sequence[Sample], *, rl: bool, **of_all: Any) -> list[Episode]:
+    """An episode for each sample that teaches something; without `rl`, only where it echoes.
+
+    `of_all` are the fields that they share: task, advantage and so on.
+    """
+    episodes = []
+    for sample in samples:
+        prompt = sample.prompt_length
+        echoes = any(alpha is not None for alpha in sample.alphas)
+        if not rl and not echoes:
+            continue
+        logprobs = sample.logprobs[prompt:]
+        recorded = not all(map(math.isnan, logprobs))
+        episodes.append(
+            Episode(
+                prompt_token_ids=sample.ids[:prompt],
+                token_ids=sample.ids[prompt:],
+                token_logprobs=logprobs if recorded else None,
+                routed_experts=sample.routed_experts,
+                echo_alpha=_gapped(sample.alphas) if echoes else None,
+                loss_mask=sample.sampled if rl else [False] * len(sample.ids),
+                **of_all,
+            )
+        )
+    return episodes
+
+
+def _gapped(alphas: Sequence[float | None]) -> list[float]:
+    return [math.nan if alpha is None else alpha for alpha in alphas]
+
+
+def _level(episodes: Sequence[Episode]) -> None:
+    """A field is had by all episodes of a batch or by none: those that do not echo say so."""
+    if any(episode.echo_alpha is not None for episode in episodes):
+        for episode in episodes:
+            if episode.echo_alpha is None:
+                episode.echo_alpha = [math.nan] * episode.length
+
+
+class UntrainableSteps:
+    """A step without an episode is chance; many in a row are a mistake somewhere."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.in_a_row = most, 0
+
+    def count(self, groups: Sequence[Group], episodes: Sequence[Episode]) -> None:
+        """Count a step; raise when too many in a row had nothing to learn from."""
+        self.in_a_row = 0 if episodes else self.in_a_row + 1
+        if self.in_a_row < self.most:
+            return
+        rewards = sorted({sample.reward for group in groups for sample in group.scored})
+        raise RuntimeError(
+            f"{self.in_a_row} steps in a row had nothing to learn from: every advantage was 0, or "
+            f"every episode too long (rewards seen: {rewards[:5]}). Look at the prompts, the "
+            "reward function, generator.sampling.max_tokens and the overlong/ counts in the metrics"
+        )

@@ -1,0 +1,80 @@
+"""Every rollout of a run on disk, a file a step."""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from torchtitan_rl.rollout import Conversation, Group
+
+
+class RolloutLog:
+    """Writes on a thread of its own, so that the run does not wait for the disk.
+
+    A file is there whole or not at all, and a step that is done again replaces it.
+
+    Example:
+        outputs/<run>/rollouts/step-000012.jsonl  step-000012-evaluation.jsonl
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout-log")
+        self._last: Future | None = None
+
+    def write(self, name: str, groups: Sequence[Group]) -> None:
+        """Save the groups' rollouts; an error of the write before this one is raised here."""
+        if self._folder is None:
+            return
+        if self._last is not None:
+            self._last.result()
+        records = [record for group in groups for record in _records(group)]
+        self._last = self._thread.submit(_write, self._folder / f"{name}.jsonl", records)
+
+    def close(self) -> None:
+        """Wait for what is under way."""
+        self._thread.shutdown()
+
+
+def _write(path: Path, records: Sequence[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("w") as file:
+        for record in records:
+            # A task's state may hold anything: what JSON cannot say is shown as Python does.
+            file.write(json.dumps(record, default=repr) + "\n")
+    os.replace(temporary, path)
+
+
+def _records(group: Group) -> Iterator[dict[str, Any]]:
+    for number, conversation in enumerate(group.conversations):
+        scored = group.scored[number]
+        yield {
+            "task": group.task.name,
+            "group": group.id,
+            "sample": conversation.number,
+            "reward": scored.reward,
+            "correct": scored.correct,
+            "reward_parts": scored.reward_parts,
+            "advantage": group.advantages[number] if group.advantages else None,
+            "heldout": conversation.heldout,
+            **_conversation(conversation),
+            "state": {
+                column: conversation.rollout.state.get(column)
+                for column in group.task.state_columns
+            },
+        }
+
+
+def _conversation(conversation: Conversation) -> dict[str, Any]:
+    rollout = conversation.rollout
+    return {
+        "status": rollout.status,
+        "turns": len(rollout.completions),
+        "tokens": len(rollout.token_ids),
+        "policy_version": rollout.policy_version,
+        "tool_calls": rollout.outcomes,
+        "messages": rollout.messages,
+    }
