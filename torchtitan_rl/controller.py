@@ -141,6 +141,8 @@ class Controller(Configurable):
         batch = make_batch(groups, config.advantage, holdout_share=config.rollout.holdout_share)
         budget, overlong = config.trainer.tokens_per_microbatch, config.trainer.overlong
         episodes, training = limit_length(batch.episodes, budget, overlong)
+        if batch.unattributed:
+            training["echo_unattributed"] = batch.unattributed
         self.untrainable.count(groups, episodes)
         with clock("train"):
             if batch.heldout:

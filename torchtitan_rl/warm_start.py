@@ -80,8 +80,9 @@ class WarmStartConfig:
         changed, another folder."""
         settings = {
             "warm_start": asdict(self),
-            "task": task.to_dict(),
-            "code": _source(type(task)._owner),
+            "tasks": [_imitated(part) for part in task.parts()],
+            "weights": task.to_dict().get("weights"),
+            "code": [_source(type(part)._owner) for part in task.parts()],
             "model": tiny_config(self.experts),
             "thinking": thinking,
             "seed": seed,
@@ -90,6 +91,14 @@ class WarmStartConfig:
             settings["warm_start"].pop(name)
         digest = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=4)
         return Path(self.cache_dir) / f"tiny-{task.name}-seed{seed}-{digest.hexdigest()}"
+
+
+def _imitated(task: Task.Config) -> dict[str, Any]:
+    """A task's settings without those that only matter once the model samples."""
+    settings = task.to_dict()
+    for name in ("sampling", "echo"):
+        settings.pop(name)
+    return settings
 
 
 def _source(owner: type | None) -> str:

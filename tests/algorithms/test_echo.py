@@ -39,7 +39,7 @@ CALCULATOR, SEARCH, NAMELESS = (said("tool", name=name) for name in ("calculator
         (EchoConfig(tool=ToolEcho()), [said("user"), CALCULATOR, SEARCH], [None, 1.0, 1.0]),
         (EchoConfig(tool=ToolEcho()), [said("user"), NAMELESS], [None, 1.0]),
         (
-            EchoConfig(tool=ToolEcho(alpha=0.5, tool_names=frozenset({"search"}))),
+            EchoConfig(tool=ToolEcho(alpha=0.5, tool_names=("search",))),
             [said("user"), CALCULATOR, SEARCH, NAMELESS],
             [None, None, 0.5, None],
         ),
@@ -87,7 +87,8 @@ def test_a_filter_can_only_narrow_and_token_0_never_echoes(tokens):
         (lambda: EchoConfig(), "at least one of system, user, assistant, tool"),
         (lambda: RoleEcho(alpha=math.inf), "alpha must be a finite number; got inf"),
         (lambda: ToolEcho(alpha=math.nan), "alpha must be a finite number; got nan"),
-        (lambda: ToolEcho(tool_names=frozenset()), "tool_names is empty"),
+        (lambda: ToolEcho(tool_names=()), "must name at least one tool"),
+        (lambda: ToolEcho(tool_names="search"), "must name at least one tool.*got 'search'"),
         (lambda: EchoConfig(user=RoleEcho(), filter="mine"), "unknown echo filter 'mine'"),
         (
             lambda: EchoConfig(user=RoleEcho(), filter="shutil:which", filter_kwargs={"x": 1}),

@@ -15,8 +15,8 @@ from torchtitan_rl.observability.metrics import (
     flatten,
     merge_metrics,
 )
-from torchtitan_rl.observability.rollouts import rollout_metrics
-from torchtitan_rl.types import Completion, ScoredCompletion
+from torchtitan_rl.observability.rollouts import evaluation_metrics, rollout_metrics
+from torchtitan_rl.types import Completion, Rollout, ScoredCompletion
 
 # Whole numbers add up exactly in any order, so the laws can be checked with ==.
 whole = st.integers(-1000, 1000).map(float)
@@ -139,24 +139,54 @@ def test_flat_keys_are_the_name_or_name_and_suffix():
     }
 
 
-def scored(reward, tokens, finish_reason="stop", **parts):
-    completion = Completion(0, 0, [1], "", [2] * tokens, [-1.0] * tokens, finish_reason)
-    return ScoredCompletion(completion, reward, reward >= 1, parts)
+def scored(reward, tokens, status="finished", turns=1, outcomes=(), **parts):
+    turn = Completion(0, 0, [1], "", [2] * (tokens // turns), [-1.0] * (tokens // turns), "stop")
+    rollout = Rollout([turn] * turns, [], status, outcomes=list(outcomes))
+    return ScoredCompletion(rollout, reward, reward >= 1, parts)
 
 
 def test_rollouts_are_counted_for_all_tasks_and_for_each():
-    samples = [scored(1.5, 4, exact=1.0), scored(0.5, 8, "length", exact=0.0)]
-    flat = flatten(rollout_metrics(samples, "sums"))
-    for who in ("all", "sums"):
-        assert flat[f"reward/{who}/mean"] == 1.0
-        assert flat[f"reward/{who}/max"] == 1.5
-        assert flat[f"accuracy/{who}/mean"] == 0.5
-        assert flat[f"completion_tokens/{who}/mean"] == 6.0
-        assert flat[f"completion_tokens/{who}/max"] == 8.0
-        assert flat[f"truncated/{who}/mean"] == 0.5
-        assert flat[f"reward_part/exact/{who}/mean"] == 0.5
-    assert {key.split("/")[-2] for key in flat} == {"all", "sums"}
+    samples = [
+        ("sums", scored(1.5, 4, exact=1.0)),
+        ("sums", scored(0.5, 8, "truncated", exact=0.0)),
+        ("words", scored(1.0, 3)),
+    ]
+    flat = flatten(rollout_metrics(samples))
+    assert flat["reward/sums/mean"] == flat["reward/words/mean"] == flat["reward/all/mean"] == 1.0
+    assert flat["reward/sums/max"] == 1.5
+    assert flat["accuracy/sums/mean"] == 0.5
+    assert flat["accuracy/all/mean"] == pytest.approx(2 / 3)
+    assert flat["completion_tokens/all/mean"] == 5.0
+    assert flat["completion_tokens/sums/max"] == 8.0
+    assert flat["truncated/sums/mean"] == 0.5
+    assert flat["reward_part/exact/sums/mean"] == flat["reward_part/exact/all/mean"] == 0.5
+    assert {key.split("/")[-2] for key in flat} == {"all", "sums", "words"}
+
+
+def test_tasks_with_turns_tell_of_them():
+    samples = [
+        ("sums", scored(1.0, 4)),
+        ("calc", scored(1.0, 6, turns=3, outcomes=["ok", "raised"])),
+        ("calc", scored(0.0, 2, "turn_limit", turns=1)),
+    ]
+    flat = flatten(rollout_metrics(samples, interactive={"calc"}))
+    assert flat["turns/calc/mean"] == flat["turns/all/mean"] == 2.0
+    assert flat["tool_calls/ok/calc/mean"] == 0.5
+    assert flat["tool_calls/raised/calc/max"] == 1.0
+    assert flat["tool_calls/unknown/calc/mean"] == 0.0
+    assert flat["status/turn_limit/calc/mean"] == 0.5
+    assert flat["status/finished/calc/mean"] == 0.5
+    assert "turns/sums/mean" not in flat
+
+
+def test_evaluations_name_tasks_only_if_there_are_several():
+    one = [("sums", scored(1.0, 4)), ("sums", scored(0.0, 4))]
+    assert evaluation_metrics(one) == {"eval/accuracy": 0.5, "eval/reward": 0.5}
+    two = evaluation_metrics([*one, ("words", scored(1.0, 4))])
+    assert two["eval/accuracy"] == pytest.approx(2 / 3)
+    assert two["eval/accuracy/sums"] == 0.5
+    assert two["eval/reward/words"] == 1.0
 
 
 def test_no_rollouts_give_no_metrics():
-    assert rollout_metrics([], "sums") == {}
+    assert rollout_metrics([]) == {}

@@ -35,14 +35,20 @@ class RoleEcho:
 class ToolEcho(RoleEcho):
     """Echo what tools answer."""
 
-    tool_names: frozenset[str] | None = None
+    tool_names: tuple[str, ...] | None = None
     """Of these tools only; None: of all, named or not."""
 
     def __post_init__(self) -> None:
         # By name: with slots, the class that super() knows is not the one that is used.
         RoleEcho.__post_init__(self)
-        if self.tool_names is not None and not self.tool_names:
-            raise ValueError("echo.tool.tool_names is empty: name a tool, or None for all")
+        if self.tool_names is None:
+            return
+        if isinstance(self.tool_names, str) or not self.tool_names:
+            raise ValueError(
+                f"echo.tool.tool_names must name at least one tool, or be None for all; got "
+                f"{self.tool_names!r}"
+            )
+        self.tool_names = tuple(sorted(self.tool_names))  # a set is as good, but no JSON
 
 
 @dataclass(kw_only=True, slots=True)

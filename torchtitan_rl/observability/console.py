@@ -98,7 +98,7 @@ def print_summary(folder: RunFolder) -> None:
     for column in ("", "before", "after", "change"):
         table.add_column(column, justify="right" if column else "left")
     for key in sorted(before.keys() & after.keys()):
-        percent = key.endswith("accuracy")
+        percent = key.startswith("eval/accuracy")
         style = "{:.1%}" if percent else "{:.3f}"
         change = after[key] - before[key]
         points = f"{change * 100:+.1f} points" if percent else f"{change:+.3f}"
