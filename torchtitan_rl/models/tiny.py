@@ -1,7 +1,7 @@
 """A Qwen3 small enough for a laptop: 0.6M parameters and a byte-level tokenizer, made from a seed.
 
-The tokenizer knows the 256 bytes and Qwen3's chat tokens, so prompts go through the same renderer
-as a real Qwen3's.
+The tokenizer knows the 256 bytes, Qwen3's chat tokens and the pieces of a tool call, so prompts go
+through the same renderer as a real Qwen3's.
 """
 
 import json
@@ -26,6 +26,12 @@ CHAT_TOKENS = (
     "<tool_response>",
     "</tool_response>",
 )
+
+CALL_PIECES = (
+    *('{"name": "', '", "arguments": {"', '": "', '"}}'),
+    *("calculator", "expression", "spell"),
+)
+"""What tool calls are made of, as tokens: in bytes a call would be three times as long."""
 
 CHAT_TEMPLATE = (
     "{% set thought = '' if enable_thinking | default(true) else '<think>\n\n</think>\n\n' %}"
@@ -77,7 +83,7 @@ def tiny_config(experts: int = 0) -> dict[str, Any]:
 
 
 def byte_tokenizer() -> Tokenizer:
-    """One token a byte, then the chat tokens; ids are stable: byte alphabet sorted, then specials.
+    """One token a byte, then the chat tokens, then pieces of tool calls; ids are stable.
 
     Example:
         >>> len(byte_tokenizer().encode("47").ids)
@@ -90,6 +96,7 @@ def byte_tokenizer() -> Tokenizer:
     tokenizer.add_special_tokens(
         [AddedToken(t, special=True, normalized=False) for t in CHAT_TOKENS]
     )
+    tokenizer.add_tokens([AddedToken(p, special=False, normalized=False) for p in CALL_PIECES])
     return tokenizer
 
 

@@ -1,0 +1,68 @@
+"""Spelling by a tool that knows the radio alphabet: "cab" → "[ANSWER] charlie alfa bravo".
+
+What the tool says follows from what it is asked, so a model that echoes its answers can learn to
+foretell them: `echo_nll` falls towards 0.
+"""
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from torchtitan_rl.tasks.questions import QuestionTask
+from torchtitan_rl.tasks.task import Example
+from torchtitan_rl.tasks.tools import tool
+from torchtitan_rl.types import Message
+
+_ALPHABET = """
+alfa bravo charlie delta echo foxtrot golf hotel india juliett kilo lima mike november oscar papa
+quebec romeo sierra tango uniform victor whiskey xray yankee zulu
+"""
+WORDS = {word[0]: word for word in _ALPHABET.split()}
+
+
+class Spelling(QuestionTask):
+    """Spell a few letters with the tool `spell`, and end in `[ANSWER]` and all its words."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(QuestionTask.Config):
+        name: str = "spelling"
+        max_letters: int = 4
+        """Most letters in a question."""
+        forgetful: float = 0.7
+        """How often a demonstration of three letters or more leaves out the last word."""
+
+        def __post_init__(self) -> None:
+            QuestionTask.Config.__post_init__(self)
+            if not 1 <= self.max_letters <= len(WORDS):
+                raise ValueError(f"task.max_letters must be 1 to {len(WORDS)}")
+            if not 0 <= self.forgetful <= 1:
+                raise ValueError(f"task.forgetful must be in [0, 1]; got {self.forgetful}")
+
+    config: Config
+
+    @tool
+    def spell(self, word: str) -> str:
+        """Spell a word of lower-case letters in the radio alphabet."""
+        if not word or any(letter not in WORDS for letter in word):
+            raise ValueError(f"expected lower-case letters a to z; got {word!r}")
+        return " ".join(WORDS[letter] for letter in word)
+
+    def question(self, rng: random.Random) -> str:
+        return "".join(rng.sample(list(WORDS), rng.randint(1, self.config.max_letters)))
+
+    def expected(self, question: str) -> str:
+        return self.spell(question)
+
+    def demonstration(self, example: Example, rng: random.Random) -> list[Message]:
+        """A teacher who asks the tool, and then tends to forget the last of many words."""
+        question = example.messages[-1]["content"]
+        said = self.spell(question)
+        words = said.split()
+        if len(words) >= 3 and rng.random() < self.config.forgetful:
+            words.pop()
+        call: dict[str, Any] = {"name": "spell", "arguments": {"word": question}}
+        return [
+            {"role": "assistant", "content": "", "tool_calls": [{"function": call}]},
+            {"role": "tool", "name": "spell", "content": said},
+            {"role": "assistant", "content": f"[ANSWER] {' '.join(words)}"},
+        ]
