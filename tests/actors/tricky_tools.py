@@ -7,10 +7,12 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
+
+import psutil
 
 from torchtitan_rl.tasks.task import Example, Reward, Task
 from torchtitan_rl.tasks.tools import ArgumentsError, tool
@@ -118,7 +120,7 @@ class Tricky(Plain):
         return "woken"
 
     @tool
-    def die(self, how: Literal["exit", "segfault", "recursion"]) -> None:
+    def die(self, how: Literal["exit", "segfault"]) -> None:
         """End the process."""
         if how == "exit":
             os._exit(0)
@@ -235,3 +237,17 @@ class Several(Plain):
             for config in (Plain.Config(), Tricky.Config(), Waiting.Config())
         ]
         return {part.name: part for part in parts}
+
+
+def ended(process: psutil.Process) -> bool:
+    """Whether a process is no more; who has to reap it may not have done so yet."""
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.02)

@@ -33,12 +33,14 @@ LENGTH = struct.Struct("!Q")
 READY = b"!"
 """The first a worker sends: from here on a call's clock may run."""
 REAP_SECONDS = 0.05
+"""How often a killed process is looked for, until it is gone."""
+_LIBC = ctypes.CDLL(None)
 
 
 def main() -> None:
     """`python -m torchtitan_rl.actors.tool_nursery <control> <parent>`, with the task on stdin."""
     control, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
-    _die_with(parent)
+    _die_with(parent)  # while it builds the task, it does not listen
     members: dict[str, Member] = {}
     try:
         config, seed = pickle.load(sys.stdin.buffer)
@@ -49,7 +51,9 @@ def main() -> None:
         traceback.print_exc()
         hello = failed(error).text
     _read_nothing()
+    _reseed()  # imports something when it is first called, which every worker would have to do
     control.send(pickle.dumps(hello))
+    _set_death_signal(0)  # the end of `control` tells it as well, and leaves it time to clean up
     gc.freeze()  # or collecting garbage would write to, and so copy, all memory that is shared
     Nursery(control, members).run()
 
@@ -108,9 +112,7 @@ def _work(connection: socket.socket, members: dict[str, Member], nursery: int) -
     try:
         _die_with(nursery)
         _own_group(0)
-        # Unlike `random`, these two would give every worker the same numbers.
-        np.random.seed()
-        torch.default_generator.seed()
+        _reseed()
         connection.sendall(READY)
         with connection.makefile("rwb") as stream:
             while header := stream.read(LENGTH.size):
@@ -118,7 +120,7 @@ def _work(connection: socket.socket, members: dict[str, Member], nursery: int) -
                 reply = packed(_answered(members, request))
                 stream.write(LENGTH.pack(len(reply)) + reply)
                 stream.flush()
-    except BrokenPipeError:
+    except ConnectionError:  # nobody waits for it any longer
         os._exit(0)
     except BaseException:
         traceback.print_exc()
@@ -143,10 +145,20 @@ def _own_group(pid: int) -> None:
 
 def _die_with(parent: int) -> None:
     """Have the kernel kill this process when its parent dies; a hang in C does not prevent it."""
-    set_parent_death_signal = 1  # linux/prctl.h
-    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL, 0, 0, 0)
+    _set_death_signal(signal.SIGKILL)
     if os.getppid() != parent:  # it died before
         os._exit(1)
+
+
+def _set_death_signal(number: int) -> None:
+    set_parent_death_signal = 1  # linux/prctl.h
+    _LIBC.prctl(set_parent_death_signal, number, 0, 0, 0)
+
+
+def _reseed() -> None:
+    """Unlike `random`, these two would give every worker the same numbers."""
+    np.random.seed()
+    torch.default_generator.seed()
 
 
 def _read_nothing() -> None:

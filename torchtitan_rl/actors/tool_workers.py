@@ -19,6 +19,8 @@ BUILD_SECONDS = 600.0
 """How long a task may take to build: it may have to read its data."""
 START_SECONDS = 60.0
 """How long a fork may take, on a very busy machine."""
+STOP_SECONDS = 0.5
+"""How long a nursery gets to end by itself."""
 MAX_OFFER_BYTES = 2**17
 """More names of tools than any model could choose from."""
 
@@ -74,7 +76,7 @@ class Workers:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         self._control = ours
-        # Not on a thread: the kernel ends the nursery with the thread that has started it.
+        # Not on a thread: while it builds, the kernel ends it with the thread that has started it.
         with theirs:
             self._nursery = _start_nursery(theirs)
         try:
@@ -105,11 +107,15 @@ class Workers:
 
     def close(self) -> None:
         """End the nursery and with it all workers."""
-        if self._nursery is not None:
-            self._nursery.kill()
-            self._nursery.wait()
-            self._nursery = None
-            self._control.close()
+        nursery, self._nursery = self._nursery, None
+        if nursery is None:
+            return
+        self._control.close()  # at which it ends its workers and what they have started
+        try:
+            nursery.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:  # still busy with the task
+            nursery.kill()
+            nursery.wait()
 
     async def _take(self) -> Worker:
         while self._idle:
