@@ -1,7 +1,7 @@
 """Spawn an actor on processes of its own: one mesh per actor, so a death takes nobody else along.
 
-`spawn_generator`, `spawn_grader`, `spawn_trainer` and `spawn_reference` are all that a script or a
-notebook needs.
+`spawn_generator`, `spawn_grader`, `spawn_environment`, `spawn_trainer` and `spawn_reference` are
+all that a script or a notebook needs.
 """
 
 import asyncio
@@ -21,6 +21,7 @@ import psutil
 from monarch.actor import Actor, default_bootstrap_cmd, endpoint, shutdown_context, this_host
 from monarch.spmd import setup_torch_elastic_env_async
 
+from torchtitan_rl.actors.environment import Environment
 from torchtitan_rl.actors.generator import VLLMGenerator
 from torchtitan_rl.actors.grader import Grader
 from torchtitan_rl.actors.reference import Reference
@@ -90,6 +91,15 @@ async def spawn_grader(
     env = worker_env(1, role="grader")
     grader = await spawn(Grader, config, task=task, seed=seed, env=env, log_file=log_file)
     return await _ready(grader, grader.actor.setup.call_one())
+
+
+async def spawn_environment(
+    config: Environment.Config, task: Task.Config, *, seed: int = 0, log_file: str | None = None
+) -> Spawned:
+    """An environment with the task's tools."""
+    env = worker_env(1, role="environment")
+    environment = await spawn(Environment, config, task=task, seed=seed, env=env, log_file=log_file)
+    return await _ready(environment, environment.actor.setup.call_one())
 
 
 async def spawn_trainer(
@@ -282,7 +292,3 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-async def spawn_environment(config, task, *, seed=0, log_file=None) -> Spawned:
-    raise NotImplementedError

@@ -47,7 +47,7 @@ def resolve_dtype(dtype: Dtype) -> Literal["float32", "bfloat16"]:
 def worker_env(
     threads: int,
     *,
-    role: Literal["trainer", "generator", "grader", "reference"],
+    role: Literal["trainer", "generator", "grader", "reference", "environment"],
     gpus: Sequence[int] | None = None,
 ) -> dict[str, str]:
     """Environment of one worker process. `threads` = 0 means all cores of this machine; `gpus` are
@@ -64,13 +64,14 @@ def worker_env(
         "OMP_WAIT_POLICY": "PASSIVE",
         "KMP_BLOCKTIME": "0",
         "TOKENIZERS_PARALLELISM": "false",
-        # Keep freed memory: glibc would give large tensors back, and fault every page in again.
-        "MALLOC_MMAP_THRESHOLD_": str(2**32),
-        "MALLOC_TRIM_THRESHOLD_": str(2**34),
         "HF_HUB_OFFLINE": "1",
         # Looking for GPUs must not start CUDA in a process that may fork workers.
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     }
+    if role != "environment":  # whose many workers must not each keep the most they ever had
+        # Keep freed memory: glibc would give large tensors back, and fault every page in again.
+        env["MALLOC_MMAP_THRESHOLD_"] = str(2**32)
+        env["MALLOC_TRIM_THRESHOLD_"] = str(2**34)
     if gpus is not None and device_type() == "cuda":
         env["CUDA_VISIBLE_DEVICES"] = ",".join(_visible_gpus()[i] for i in gpus)
     if role == "generator":

@@ -64,7 +64,8 @@ class Tool:
                 f"{'.'.join(map(str, e['loc'])) or 'arguments'}: {e['msg']}" for e in error.errors()
             )
             raise ArgumentsError(f"wrong arguments of {self.name}: {said}") from error
-        return {name: getattr(checked, name) for name in type(checked).model_fields}
+        fields = type(checked).model_fields
+        return {str(field.alias): getattr(checked, name) for name, field in fields.items()}
 
 
 def tool(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -85,7 +86,10 @@ def find_tools(task: object) -> dict[str, Tool]:
     tools = {}
     for name, function in inspect.getmembers(type(task), callable):
         if getattr(function, _MARK, False):
-            tools[name] = _describe(name, getattr(task, name))
+            try:
+                tools[name] = _describe(name, getattr(task, name))
+            except Exception as error:  # a type that does not exist, or that pydantic cannot check
+                raise ValueError(f"tool {name!r} cannot be described: {error}") from error
     return tools
 
 
@@ -95,11 +99,13 @@ def _describe(name: str, function: Callable[..., Any]) -> Tool:
     for parameter in parameters.values():
         if parameter.name == "state":
             continue
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            raise ValueError(f"tool {name!r} takes *{parameter.name}: name every argument")
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise ValueError(f"it takes {parameter}: arguments are given by name")
         if parameter.annotation is parameter.empty:
-            raise ValueError(f"tool {name!r}: give its argument {parameter.name!r} a type")
+            raise ValueError(f"give its argument {parameter.name!r} a type")
         default = ... if parameter.default is parameter.empty else parameter.default
-        fields[parameter.name] = (parameter.annotation, default)
+        # By an alias: an argument may have a name that a pydantic model uses for itself.
+        field = pydantic.Field(default, alias=parameter.name)
+        fields[f"argument_{len(fields)}"] = (parameter.annotation, field)
     schema = pydantic.create_model(name, __config__={"extra": "forbid"}, **fields)
     return Tool(name, function, schema, takes_state="state" in parameters)
