@@ -10,9 +10,14 @@ from torchtitan_rl.actors.engine import EngineConfig, SamplingConfig
 from torchtitan_rl.actors.generator import VLLMGenerator
 from torchtitan_rl.actors.trainer import OptimizerConfig, Trainer, annealed_lr, constant_lr
 from torchtitan_rl.algorithms.advantage import AdvantageConfig
+from torchtitan_rl.algorithms.echo import EchoConfig, ToolEcho
 from torchtitan_rl.config import EvaluationConfig
 from torchtitan_rl.controller import Controller
 from torchtitan_rl.models.mesh import Parallelism
+from torchtitan_rl.rollout import RolloutConfig
+from torchtitan_rl.tasks.calculator import Calculator
+from torchtitan_rl.tasks.mixture import Mixture
+from torchtitan_rl.tasks.spelling import Spelling
 from torchtitan_rl.tasks.sum_digits import SumDigits
 from torchtitan_rl.warm_start import WarmStartConfig
 
@@ -48,6 +53,32 @@ def grpo_sum_digits_moe_tiny() -> Controller.Config:
         config,
         warm_start=WarmStartConfig(experts=8),
         trainer=replace(config.trainer, router_replay=True),
+    )
+
+
+def echo_calculator_tiny() -> Controller.Config:
+    """Arithmetic and spelling with tools: RL on what the model says, Echo on what the tools say."""
+    config = grpo_sum_digits_tiny()
+    echo = EchoConfig(tool=ToolEcho(alpha=1.0))
+    return replace(
+        config,
+        warm_start=WarmStartConfig(enough_accuracy=0.4),
+        task=Mixture.Config(
+            tasks=[
+                Calculator.Config(echo=echo, show_tools=False),
+                Spelling.Config(echo=echo, show_tools=False),
+            ],
+            weights=[2.0, 1.0],
+        ),
+        steps=40,
+        prompts_per_step=16,
+        generator=replace(
+            config.generator,
+            sampling=SamplingConfig(n=8, max_tokens=48),
+            engine=EngineConfig(max_model_len=256, kv_cache_gib=0.25),
+        ),
+        rollout=RolloutConfig(max_turns=4),
+        evaluation=EvaluationConfig(every=10, prompts=150),
     )
 
 

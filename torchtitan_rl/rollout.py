@@ -86,9 +86,7 @@ class Conversation:
     @property
     def sampling(self) -> SamplingConfig:
         """Of its next turn: one completion, that fits what is left of the conversation."""
-        room = self.limits.max_tokens - len(self.shown.token_ids)
-        sampling = self.group.sampling
-        return replace(sampling, n=1, max_tokens=min(sampling.max_tokens, room))
+        return replace(fitted(self.group.sampling, self.shown, self.limits), n=1)
 
     def take(self, completion: Completion) -> bool:
         """The model's turn; returns whether the task is to respond to it."""
@@ -156,6 +154,23 @@ class Conversation:
         return False
 
 
+def fitted(sampling: SamplingConfig, shown: Rendered, limits: RolloutConfig) -> SamplingConfig:
+    """No more tokens than what is shown leaves of a conversation."""
+    room = limits.max_tokens - len(shown.token_ids)
+    return replace(sampling, max_tokens=min(sampling.max_tokens, room))
+
+
+def _first_sampling(group: Group, limits: RolloutConfig) -> SamplingConfig:
+    if not group.task.interactive:
+        return group.sampling
+    if len(group.shown.token_ids) >= limits.max_tokens:
+        raise ValueError(
+            f"the prompt of group {group.id} has {len(group.shown.token_ids)} tokens, and a "
+            f"rollout {limits.max_tokens}: raise rollout.max_tokens (or engine.max_model_len)"
+        )
+    return fitted(group.sampling, group.shown, limits)
+
+
 def all_scored(groups: Sequence[Group]) -> list[tuple[str, ScoredCompletion]]:
     """Every sample with the name of its task."""
     return [(group.task.name, scored) for group in groups for scored in group.scored]
@@ -178,7 +193,7 @@ async def roll_out(
         group.conversations = []
     first = await sample(
         [group.shown.token_ids for group in groups],
-        [group.sampling for group in groups],
+        [_first_sampling(group, limits) for group in groups],
         [group.id for group in groups],
     )
     talking = []
