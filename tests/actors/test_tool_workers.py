@@ -56,20 +56,20 @@ async def test_a_worker_that_died_idle_is_not_taken(workers):
     idle = await process_of(workers)
     idle.kill()
     await until(lambda: ended(idle))
-    await asyncio.sleep(0)  # as long as asyncio needs to see it
+    await asyncio.sleep(0.1)  # asyncio has to see it, too
     assert (await run(workers, "add", a=1)).text == "2"
 
 
 async def test_a_nursery_that_died_is_replaced(workers, tmp_path: Path):
-    worker = await process_of(workers)
-    nursery = worker.parent()
-    assert nursery is not None
-    hanging = asyncio.ensure_future(run(workers, "child", pid_file=str(tmp_path / "pids")))
-    await until((tmp_path / "pids").exists)
+    pid_file = tmp_path / "pids"
+    hanging = asyncio.ensure_future(run(workers, "child", pid_file=str(pid_file)))
+    await until(pid_file.exists)
+    worker, child, nursery = (psutil.Process(int(pid)) for pid in pid_file.read_text().split())
     nursery.kill()
     with pytest.raises(ProcessEndedError):
         await hanging
     await until(lambda: ended(worker))
+    child.kill()  # which only the nursery could have known
     assert (await run(workers, "add", a=1)).text == "2"
 
 

@@ -107,6 +107,8 @@ class Workers:
 
     def close(self) -> None:
         """End the nursery and with it all workers."""
+        while self._idle:
+            self._idle.pop().writer.close()
         nursery, self._nursery = self._nursery, None
         if nursery is None:
             return
