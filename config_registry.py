@@ -59,19 +59,19 @@ def grpo_sum_digits_moe_tiny() -> Controller.Config:
 def echo_calculator_tiny() -> Controller.Config:
     """Arithmetic and spelling with tools: RL on what the model says, Echo on what the tools say."""
     config = grpo_sum_digits_tiny()
-    echo = EchoConfig(tool=ToolEcho(alpha=1.0))
+    # At weight 1, six nats a token would drown what RL says: the model would forget how to call.
+    echo = EchoConfig(tool=ToolEcho(alpha=0.05))
     return replace(
         config,
-        warm_start=WarmStartConfig(enough_accuracy=0.4),
+        # All steps: what is left to learn should be the teacher's mistakes, not the form.
+        warm_start=WarmStartConfig(steps=450, enough_accuracy=1.0, evaluate_every=150),
         task=Mixture.Config(
             tasks=[
                 Calculator.Config(echo=echo, show_tools=False),
                 Spelling.Config(echo=echo, show_tools=False),
-            ],
-            weights=[2.0, 1.0],
+            ]
         ),
         steps=40,
-        prompts_per_step=16,
         generator=replace(
             config.generator,
             sampling=SamplingConfig(n=8, max_tokens=48),

@@ -16,6 +16,7 @@ from torchtitan_rl import train
 from torchtitan_rl.algorithms.objective import LossConfig, objective
 from torchtitan_rl.algorithms.policy_loss import LossInputs
 from torchtitan_rl.observability.sinks import read_metrics
+from torchtitan_rl.types import Completion, Rollout
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -59,9 +60,27 @@ def test_the_loss_of_ones_own_is_taken(tmp_path, monkeypatch):
     assert objective(config, inputs).loss_sum.item() == pytest.approx(1 + 2 * math.e)
 
 
+def test_the_task_with_a_tool_can_be_played(tmp_path, monkeypatch):
+    (tmp_path / "guessing.py").write_text(block("guessing.py"))
+    monkeypatch.syspath_prepend(tmp_path)
+    from guessing import Guessing  # type: ignore[import-not-found]
+
+    task = Guessing.Config().build(seed=0)
+    example = task.train_example(3)
+    state = dict(example.state)
+    guess = task.tools["guess"]
+    assert guess.spec["function"]["parameters"]["required"] == ["number"]
+    assert guess.function(**guess.arguments({"number": 99}), state=state) == "lower"
+    assert guess.function(number=example.expected_answer, state=state) == "right"
+    said = Completion(0, 0, [1], str(example.expected_answer), [2], None, "stop")
+    assert task.reward([Rollout([said], [], "finished", state)], example.expected_answer) == [0.5]
+
+
 @pytest.mark.parametrize(
     "command",
-    re.findall(r"torchtitan_rl\.train (--config grpo(?!.*--help).*)$", README, re.MULTILINE),
+    re.findall(
+        r"torchtitan_rl\.train (--config (?:grpo|echo)(?!.*--help).*)$", README, re.MULTILINE
+    ),
 )
 def test_the_commands_are_understood(command, monkeypatch):
     monkeypatch.chdir(ROOT)
@@ -84,6 +103,6 @@ def test_every_path_and_make_target_named_exists():
     assert set(re.findall(r"`?make ([a-z]+)`?\b", README)) - {"a"} <= targets
 
 
-@pytest.mark.parametrize("recipe", re.findall(r"--config (grpo\w+)", README))
+@pytest.mark.parametrize("recipe", re.findall(r"--config ((?:grpo|echo)\w+)", README))
 def test_the_recipes_named_exist(recipe):
     assert f"def {recipe}()" in (ROOT / "config_registry.py").read_text()

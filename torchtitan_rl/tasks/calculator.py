@@ -24,8 +24,10 @@ class Calculator(QuestionTask):
     @dataclass(kw_only=True, slots=True)
     class Config(QuestionTask.Config):
         name: str = "calculator"
+        min_operations: int = 2
+        """Fewest operations in a question, each a call of the tool."""
         max_operations: int = 2
-        """Most operations in a question, each a call of the tool."""
+        """Most operations in a question."""
         digits: int = 2
         """Digits of each number."""
         hasty: float = 0.7
@@ -34,8 +36,13 @@ class Calculator(QuestionTask):
         def __post_init__(self) -> None:
             # By name: with slots, the class that super() knows is not the one that is used.
             QuestionTask.Config.__post_init__(self)
-            if self.max_operations < 1 or not 1 <= self.digits <= 9:
-                raise ValueError("task.max_operations must be at least 1, and task.digits 1 to 9")
+            if not 1 <= self.min_operations <= self.max_operations:
+                raise ValueError(
+                    "task.min_operations must be at least 1 and at most task.max_operations; "
+                    f"got {self.min_operations} and {self.max_operations}"
+                )
+            if not 1 <= self.digits <= 9:
+                raise ValueError(f"task.digits must be 1 to 9; got {self.digits}")
             if not 0 <= self.hasty <= 1:
                 raise ValueError(f"task.hasty must be in [0, 1]; got {self.hasty}")
 
@@ -54,15 +61,16 @@ class Calculator(QuestionTask):
 
     def question(self, rng: random.Random) -> str:
         low, high = 10 ** (self.config.digits - 1), 10**self.config.digits - 1
-        operations = rng.randint(1, self.config.max_operations)
-        signs = [rng.choice("+-") for _ in range(operations)]
-        while True:
-            question = str(rng.randint(low, high))
-            for sign in signs:
-                question += f"{sign}{rng.randint(low, high)}"
-            # No result of one digit or below zero: those would be copied in another way.
-            if min(result for _, result in _steps(question)) >= 10:
-                return question
+        operations = rng.randint(self.config.min_operations, self.config.max_operations)
+        while True:  # ends: with every sign a + any numbers will do
+            signs = [rng.choice("+-") for _ in range(operations)]
+            # Several numbers for the same signs, or a - would be rare.
+            for _ in range(20):
+                numbers = [f"{sign}{rng.randint(low, high)}" for sign in ["", *signs]]
+                question = "".join(numbers)
+                # No result below zero, nor with fewer digits than the numbers have.
+                if min(result for _, result in _steps(question)) >= low:
+                    return question
 
     def expected(self, question: str) -> str:
         return str(list(_steps(question))[-1][1])

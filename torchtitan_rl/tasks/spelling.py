@@ -26,15 +26,20 @@ class Spelling(QuestionTask):
     @dataclass(kw_only=True, slots=True)
     class Config(QuestionTask.Config):
         name: str = "spelling"
-        max_letters: int = 4
+        min_letters: int = 2
+        """Fewest letters in a question."""
+        max_letters: int = 5
         """Most letters in a question."""
         forgetful: float = 0.7
-        """How often a demonstration of three letters or more leaves out the last word."""
+        """How often a demonstration of four letters or more leaves out the last word."""
 
         def __post_init__(self) -> None:
             QuestionTask.Config.__post_init__(self)
-            if not 1 <= self.max_letters <= len(WORDS):
-                raise ValueError(f"task.max_letters must be 1 to {len(WORDS)}")
+            if not 1 <= self.min_letters <= self.max_letters <= len(WORDS):
+                raise ValueError(
+                    "task.min_letters must be at least 1 and at most task.max_letters, and that at "
+                    f"most {len(WORDS)}; got {self.min_letters} and {self.max_letters}"
+                )
             if not 0 <= self.forgetful <= 1:
                 raise ValueError(f"task.forgetful must be in [0, 1]; got {self.forgetful}")
 
@@ -48,7 +53,8 @@ class Spelling(QuestionTask):
         return " ".join(WORDS[letter] for letter in word)
 
     def question(self, rng: random.Random) -> str:
-        return "".join(rng.sample(list(WORDS), rng.randint(1, self.config.max_letters)))
+        letters = rng.randint(self.config.min_letters, self.config.max_letters)
+        return "".join(rng.sample(list(WORDS), letters))
 
     def expected(self, question: str) -> str:
         return self.spell(question)
@@ -58,7 +64,7 @@ class Spelling(QuestionTask):
         question = example.messages[-1]["content"]
         said = self.spell(question)
         words = said.split()
-        if len(words) >= 3 and rng.random() < self.config.forgetful:
+        if len(words) >= 4 and rng.random() < self.config.forgetful:
             words.pop()
         call: dict[str, Any] = {"name": "spell", "arguments": {"word": question}}
         return [

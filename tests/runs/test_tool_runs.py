@@ -1,0 +1,155 @@
+"""Runs with tools and Echo, with a model that was taught to call them: real parts throughout."""
+
+import contextlib
+import json
+from dataclasses import replace
+
+import pytest
+
+from tests.support import low_tokens, small_engine
+from torchtitan_rl.actors.trainer import OptimizerConfig
+from torchtitan_rl.algorithms.advantage import AdvantageConfig
+from torchtitan_rl.algorithms.echo import EchoConfig, ToolEcho
+from torchtitan_rl.config import EvaluationConfig
+from torchtitan_rl.controller import Controller
+from torchtitan_rl.observability.rollout_log import RolloutLog
+from torchtitan_rl.rollout import RolloutConfig
+from torchtitan_rl.sampling import SamplingConfig
+from torchtitan_rl.tasks.calculator import Calculator
+from torchtitan_rl.tasks.mixture import Mixture
+from torchtitan_rl.tasks.spelling import Spelling
+from torchtitan_rl.warm_start import WarmStartConfig, ensure_starting_model
+
+ECHO = EchoConfig(tool=ToolEcho())
+
+
+def config_for(folder, *, run="run", **changes):
+    base = low_tokens()
+    tasks = [
+        # Enough to name letters; a task's own temperature, and number of samples.
+        Spelling.Config(
+            echo=ECHO,
+            show_tools=False,
+            min_letters=1,
+            max_letters=2,
+            sampling=SamplingConfig(n=2, max_tokens=32, temperature=0.8),
+        ),
+        Calculator.Config(show_tools=False, min_operations=1, max_operations=1),
+    ]
+    config = replace(
+        base,
+        model="",
+        warm_start=WarmStartConfig(
+            steps=80, enough_accuracy=1.0, evaluate_every=80, cache_dir=str(folder / "models")
+        ),
+        task=Mixture.Config(tasks=tasks, weights=[2.0, 1.0]),
+        prompts_per_step=6,
+        trainer=replace(base.trainer, optimizer=OptimizerConfig(lr=2e-4)),
+        generator=replace(
+            base.generator,
+            sampling=SamplingConfig(n=3, max_tokens=32),
+            engine=replace(small_engine(), max_model_len=192),
+        ),
+        # Random rewards are as good as any: something trains in every step.
+        advantage=AdvantageConfig(name="reward"),
+        rollout=RolloutConfig(max_turns=3, holdout_share=0.3),
+        evaluation=EvaluationConfig(every=100, prompts=4),
+        thinking=True,
+        output_dir=str(folder),
+        run_name=run,
+    )
+    return replace(config, **changes)
+
+
+@contextlib.contextmanager
+def no_signals(controller):
+    yield
+
+
+@pytest.fixture(scope="module")
+async def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("outputs")
+    await ensure_starting_model(config_for(folder), no_signals)
+    return folder
+
+
+async def steps(config, first, last):
+    rows = []
+    async with Controller(config) as controller:
+        assert controller.steps_done == first
+        for step in range(first, last):
+            rows.append(await controller.step(step))
+        await controller.save()
+        controller.rollout_log.close()
+    timed = ("time/", "tokens_per_second")
+    return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in rows]
+
+
+@pytest.fixture(scope="module")
+async def straight(folder):
+    return await steps(config_for(folder, run="straight"), 0, 4)
+
+
+def records(folder, run, step):
+    text = (folder / run / "rollouts" / f"step-{step:06d}.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+async def test_tools_are_called_and_echo_learns_what_they_say(straight):
+    for row in straight:
+        assert row["tool_calls/ok/all/mean"] > 0.3
+        assert row["turns/spelling/mean"] > 1
+        assert row["mismatch/max"] <= 1e-4
+        assert row["echo_tokens"] > 0
+        assert row["heldout/echo_nll/mean"] > 0
+        assert row["status/finished/all/mean"] > 0
+    assert straight[-1]["echo_nll/mean"] < straight[0]["echo_nll/mean"]
+    assert straight[-1]["heldout/echo_nll/mean"] < straight[0]["heldout/echo_nll/mean"]
+
+
+async def test_a_resumed_run_with_tools_continues_exactly(folder, straight):
+    first = await steps(config_for(folder, run="stopped"), 0, 2)
+    rest = await steps(config_for(folder, run="stopped", resume=True), 2, 4)
+    assert first + rest == straight
+
+
+def test_every_rollout_is_saved(folder, straight):
+    saved = records(folder, "straight", 0)
+    by_task = {name: [r for r in saved if r["task"] == name] for name in ("spelling", "calculator")}
+    # Each task has its own number of samples.
+    for name, n in (("spelling", 2), ("calculator", 3)):
+        groups = {r["group"] for r in by_task[name]}
+        assert groups
+        assert len(by_task[name]) == n * len(groups)
+    talked = next(r for r in by_task["spelling"] if r["tool_calls"] == ["ok"])
+    assert [m["role"] for m in talked["messages"]][:3] == ["user", "assistant", "tool"]
+    called = talked["messages"][1]["tool_calls"][0]["function"]
+    assert called["name"] == "spell"
+    assert talked["turns"] >= 2
+    assert talked["advantage"] == talked["reward"]
+    counted = [r for r in by_task["calculator"] if r["tool_calls"].count("ok")]
+    assert counted
+    assert all(r["state"] == {"operations": r["tool_calls"].count("ok")} for r in counted)
+    heldout = [r for step in range(4) for r in records(folder, "straight", step) if r["heldout"]]
+    assert heldout
+
+
+async def test_without_echo_nothing_of_it_is_logged(folder):
+    config = config_for(folder, run="quiet", rollout=RolloutConfig(max_turns=3))
+    quiet = [replace(task, echo=None) for task in config.task.parts()]
+    mixture = replace(config.task, tasks=quiet)
+    # The starting model is the same: Echo has no part in imitation.
+    changed = replace(config, task=mixture, save_rollouts=False)
+    assert changed.model_folder == config.model_folder
+    [row] = await steps(changed, 0, 1)
+    assert not [key for key in row if "echo" in key]
+    assert not (folder / "quiet" / "rollouts").exists()
+
+
+def test_a_log_that_cannot_be_written_says_so(tmp_path):
+    (tmp_path / "rollouts").write_text("in the way")
+    log = RolloutLog(tmp_path / "rollouts")
+    log.write("step-000000", [])
+    with pytest.raises(OSError, match="rollouts"):
+        log.write("step-000001", [])
+    log.close()
