@@ -16,10 +16,16 @@ from torchtitan_rl.warm_start import supervised
 ROOT = Path(__file__).parents[1]
 
 REGISTRY = '''
+from dataclasses import dataclass
+
 from torchtitan_rl.actors.engine import EngineConfig, SamplingConfig
 from torchtitan_rl.actors.generator import VLLMGenerator
 from torchtitan_rl.controller import Controller
+from torchtitan_rl.algorithms.echo import EchoConfig, ToolEcho
+from torchtitan_rl.tasks.mixture import Mixture
+from torchtitan_rl.tasks.spelling import Spelling
 from torchtitan_rl.tasks.sum_digits import SumDigits
+from torchtitan_rl.tasks.tools import tool
 from torchtitan_rl.warm_start import WarmStartConfig
 
 GENERATOR = VLLMGenerator.Config(
@@ -35,6 +41,29 @@ def warm() -> Controller.Config:
     return Controller.Config(
         warm_start=WarmStartConfig(), task=SumDigits.Config(), generator=GENERATOR
     )
+
+def mixed() -> Controller.Config:
+    """Two tasks, one with a tool and its own sampling."""
+    spelling = Spelling.Config(
+        show_tools=False,
+        sampling=SamplingConfig(n=4, max_tokens=32),
+        echo=EchoConfig(tool=ToolEcho(tool_names=("spell",))),
+    )
+    task = Mixture.Config(tasks=[SumDigits.Config(), spelling])
+    return Controller.Config(model="model", task=task, generator=GENERATOR)
+
+class Vague(SumDigits):
+    @dataclass(kw_only=True, slots=True)
+    class Config(SumDigits.Config):
+        name: str = "vague"
+
+    @tool
+    def ask(self, anything) -> str:
+        return ""
+
+def vague() -> Controller.Config:
+    """A tool that cannot be described."""
+    return Controller.Config(model="model", task=Vague.Config(), generator=GENERATOR)
 '''
 
 
@@ -96,7 +125,7 @@ def change_model(folder, **changes):
     file.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
 
 
-@pytest.mark.parametrize("recipe", ["tiny", "warm"])
+@pytest.mark.parametrize("recipe", ["tiny", "warm", "mixed"])
 def test_a_good_config_starts(recipe, folder):
     with pytest.raises(Started):
         train.main(["--config", recipe])
@@ -256,8 +285,11 @@ def test_a_bad_value_is_refused_with_its_name_and_what_is_allowed(refusal, folde
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("--config tinny", "unknown recipe 'tinny'; did you mean 'tiny'? Known: tiny, warm"),
-        ("--config xyz", "unknown recipe 'xyz'; Known: tiny, warm"),
+        (
+            "--config tinny",
+            "unknown recipe 'tinny'; did you mean 'tiny'? Known: mixed, tiny, vague, warm",
+        ),
+        ("--config xyz", "unknown recipe 'xyz'; Known: mixed, tiny, vague, warm"),
         ("--config a[red]b", "unknown recipe 'a[red]b'"),
         ("--config a[/b]", "unknown recipe 'a[/b]'"),
         ("--steps 3", "--config is missing; recipes: tiny, warm"),
@@ -324,3 +356,41 @@ def test_an_existing_run_is_seen_before_the_warm_start(folder):
     config = replace(train.parse(["--config", "warm"]), run_name="old")
     with pytest.raises(RunFolderError, match="already holds a run"):
         train.check(config)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--task.name all", "a task cannot be named 'all'"),
+        ("--rollout.max_tokens 999", "rollout.max_tokens (999) is more than"),
+        ("--rollout.max_turns 0", "rollout.max_turns must be at least 1"),
+        ("--environment.timeout_seconds 0", "environment.timeout_seconds must be positive"),
+    ],
+)
+def test_bad_rollouts_are_refused(refusal, arguments, message):
+    assert message in refusal("--config", "tiny", *arguments.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--task.tasks.1.sampling.n 1", "use sampling of task 'spelling'.n of 2 or more"),
+        ("--task.tasks.1.sampling.temperature 0 --task.tasks.1.sampling.n 1", "greedy samples"),
+        ("--task.tasks.1.sampling.max_tokens 128", "leaves no room for a prompt"),
+        ("--task.tasks.1.echo.tool.tool_names spel", "it has no tool 'spel'; did you mean 'spell'"),
+        ("--task.tasks.1.echo.tool.alpha nan", "echo alpha must be a finite number"),
+        ("--task.tasks.1.name sum_digits", "names of their own"),
+        ("--task.weights 1", "a positive number for each of"),
+    ],
+)
+def test_bad_settings_of_one_task_are_refused(refusal, arguments, message):
+    assert message in refusal("--config", "mixed", *arguments.split())
+
+
+def test_a_tool_that_cannot_be_described_is_refused(refusal):
+    assert "argument 'anything' a type" in refusal("--config", "vague")
+
+
+def test_a_model_whose_tool_calls_nobody_can_read_is_refused(refusal, folder):
+    change_model(folder, model_type="llama", architectures=["LlamaForCausalLM"])
+    assert "no tool calls that can be read" in refusal("--config", "mixed")

@@ -86,6 +86,10 @@ class Controller(Configurable):
         self.interactive = [name for name, task in self.tasks.items() if task.interactive]
         self.longest = max(config.most_sampled_tokens(task) for task in self.tasks.values())
         self.renderer = ChatRenderer(config.model_folder, thinking=config.thinking)
+        for task in self.tasks.values():
+            task.check()
+            if task.tools:
+                self.renderer.check_tools(task.name)
         heldout = self.task.heldout_examples(config.evaluation.prompts)
         self.heldout = self.groups("heldout", heldout, greedy=True)
         self.crew = Crew(config, self.folder, interactive=bool(self.interactive))

@@ -98,6 +98,11 @@ class Rollout:
         return [token for completion in self.completions for token in completion.token_ids]
 
     @property
+    def finish_reason(self) -> FinishReason:
+        """Of its last turn."""
+        return self.completions[-1].finish_reason
+
+    @property
     def policy_version(self) -> int:
         """The oldest weights that sampled any of its tokens."""
         return min(completion.policy_version for completion in self.completions)

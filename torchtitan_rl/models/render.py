@@ -65,6 +65,14 @@ class ChatRenderer:
             return Rendered(list(bridged.token_ids), None)
         return Rendered(list(bridged.token_ids), turn.attributions + added[turn.length :])
 
+    def check_tools(self, task: str) -> None:
+        """Refuse a model whose tool calls nobody can read."""
+        if not getattr(self._renderer, "supports_tools", True):
+            raise ModelFolderError(
+                f"task {task!r} has tools, but the model's chat format has no tool calls that can "
+                "be read; use a model that the renderers package knows, such as Qwen3"
+            )
+
     def parse(self, token_ids: list[int]) -> tuple[Message, list[ToolCall]]:
         """What the model has sampled as a message, and the tools it calls in it, well or badly."""
         try:

@@ -72,6 +72,8 @@ def step_line(step: int, values: Mapping[str, float]) -> str:
     if "reward/all/mean" in values:
         parts.append(f"reward {values['reward/all/mean']:.3f}")
         parts.append(f"accuracy {values['accuracy/all/mean']:4.0%}")
+        if "echo_nll/mean" in values:
+            parts.append(f"echo {values['echo_nll/mean']:.2f}")
         parts.append(f"{values['tokens_per_second']:5.0f} tok/s")
         parts += [
             f"{p} {values[f'time/{p}']:.2f} s" for p in ("generate", "grade", "train", "sync")
@@ -108,7 +110,10 @@ def print_summary(folder: RunFolder) -> None:
     for what, path in {
         "metrics": folder.metrics_file,
         "TensorBoard": folder.tensorboard,
+        "rollouts": folder.rollouts,
         "checkpoints": folder.checkpoints,
         "final model": folder.model,
     }.items():
+        if not path.exists():
+            continue
         console.print(f"{what:<12} {folder.relative}/{path.name}", markup=False)

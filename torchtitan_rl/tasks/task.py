@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 from torchtitan.config import Configurable
 
 from torchtitan_rl.algorithms.echo import EchoConfig
+from torchtitan_rl.plugins import nearest
 from torchtitan_rl.sampling import SamplingConfig
 from torchtitan_rl.tasks.tools import Tool, find_tools
 from torchtitan_rl.types import Message, Rollout
@@ -120,6 +121,16 @@ class Task(Configurable, ABC):
     def tools(self) -> dict[str, Tool]:
         """Its methods marked `@tool`, by name."""
         return find_tools(self)
+
+    def check(self) -> None:
+        """Refuse settings that can do nothing, before anything starts."""
+        echo = self.config.echo.tool if self.config.echo else None
+        for name in (echo.tool_names if echo else None) or ():
+            if name not in self.tools:
+                raise ValueError(
+                    f"echo.tool.tool_names of task {self.name!r}: it has no tool {name!r}; "
+                    f"{nearest(name, self.tools)}"
+                )
 
     @cached_property
     def shown_tools(self) -> list[dict[str, Any]] | None:
