@@ -128,6 +128,12 @@ SUITES: dict[str, tuple[Flavor, ...]] = {
             ("--trainer.share_prompts",),
             recipe="grpo_sum_digits_moe_tiny",
         ),
+        Flavor(
+            "tools",
+            "two tasks with tools, Echo, rollouts that are held out",
+            ("--rollout.holdout_share", "0.2"),
+            recipe="echo_calculator_tiny",
+        ),
         Flavor("mean_baseline", "Dr.GRPO's advantages", ("--advantage.name", "mean_baseline")),
         Flavor("std_normalised", "GRPO's own advantages", ("--advantage.name", "grpo")),
         Flavor("rloo", "leave-one-out advantages", ("--advantage.name", "rloo")),
