@@ -72,7 +72,7 @@ class Script:
     def __init__(self, renderer):
         self.renderer, self.asked, self.turns = renderer, [], Counter()
 
-    async def sample(self, prompts, samplings, names):
+    async def sample(self, prompts, samplings, names, groups):
         self.asked.append((prompts, samplings, names))
         made = []
         for index, (prompt, sampling, name) in enumerate(

@@ -66,6 +66,8 @@ class RunConfig(Configurable.Config):
     prompts_per_step: int = 32
     """Prompt groups in one step."""
     generator: VLLMGenerator.Config = field(default_factory=VLLMGenerator.Config)
+    generator_replicas: int = 1
+    """Generators, each on processes and GPUs of its own; one that dies is replaced."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     environment: Environment.Config = field(default_factory=Environment.Config)
     """Hosts a task's tools; spawned only when a task has any, or answers the model."""
@@ -94,7 +96,7 @@ class RunConfig(Configurable.Config):
     """Stop after so many steps in a row in which no group had differing rewards."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "prompts_per_step", "deadline_seconds"):
+        for name in ("steps", "prompts_per_step", "deadline_seconds", "generator_replicas"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive; got {getattr(self, name)}")
         engine = self.generator.engine
@@ -178,7 +180,7 @@ class RunConfig(Configurable.Config):
     def gpus(self) -> tuple[range, range, range]:
         """Which GPUs trainer, generator and reference get on a CUDA machine."""
         trainer = self.trainer.parallelism.world_size
-        generator = trainer + self.generator.tensor_parallel_degree
+        generator = trainer + self.generator.tensor_parallel_degree * self.generator_replicas
         reference = generator + self.reference.parallelism.world_size * self.has_reference
         return range(trainer), range(trainer, generator), range(generator, reference)
 

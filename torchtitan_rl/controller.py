@@ -39,9 +39,8 @@ from torchtitan_rl.observability.sinks import MetricsLog
 from torchtitan_rl.platform import check_gpus
 from torchtitan_rl.rollout import Group, all_scored, roll_out
 from torchtitan_rl.routing import Experts
-from torchtitan_rl.sampling import SamplingConfig
 from torchtitan_rl.tasks.task import Example, Task
-from torchtitan_rl.types import Completion, Episode
+from torchtitan_rl.types import Episode
 from torchtitan_rl.waiting import Clock, Interrupted, answer, together, unless
 
 Answer = TypeVar("Answer")
@@ -197,19 +196,11 @@ class Controller(Configurable):
         """Give each group its rollouts."""
         await roll_out(
             groups,
-            sample=self.sample,
+            sample=self.crew.generators.sample,
             respond=self.respond,
             renderer=self.renderer,
             limits=self.config.limits,
         )
-
-    async def sample(
-        self, prompts: list[list[int]], samplings: list[SamplingConfig], names: list[str]
-    ) -> list[Completion]:
-        call = self.crew.generator.actor.generate.call_one(
-            prompts, sampling_config=samplings, group_ids=names
-        )
-        return await self.answer("the generator to sample", call)
 
     async def respond(self, requests: list[Request]) -> list[Response]:
         assert self.crew.environment is not None
@@ -289,8 +280,8 @@ class Controller(Configurable):
         """Send the trainer's weights to the generator: publish a snapshot, pull its handle."""
         publish = self.crew.trainer.actor.publish_weights.call()
         handle = per_rank(await self.answer("the trainer to publish weights", publish))[0]
-        pull = self.crew.generator.actor.pull_weights.call_one(handle)
-        self.policy_version = await self.answer("the generator to pull weights", pull)
+        await self.crew.generators.pull(handle)
+        self.policy_version = handle.version
 
     async def evaluate(self) -> dict[str, float]:
         """Greedy accuracy and reward on the held-out prompts."""

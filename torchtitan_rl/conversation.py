@@ -10,6 +10,8 @@ from torchtitan_rl.algorithms.echo import Attribution, EchoConfig, checked_mask,
 
 SAMPLED = Attribution("assistant", content=True)
 """Of every token of the model's own."""
+NOBODY = -1
+"""The policy version of a token that was not sampled."""
 
 
 @dataclass(slots=True)
@@ -35,6 +37,8 @@ class Turn:
     """Where each token of prompt and completion comes from; None when the renderer cannot say."""
     routed_experts: np.ndarray | None = None
     """As in Completion."""
+    token_versions: list[int] | None = None
+    """The weights that sampled each token; None where nobody did."""
 
     @classmethod
     def after(
@@ -43,10 +47,18 @@ class Turn:
         token_ids: list[int],
         token_logprobs: list[float] | None = None,
         routed_experts: np.ndarray | None = None,
+        token_versions: list[int] | None = None,
     ) -> "Turn":
         """A turn in which the model was shown this and sampled these tokens."""
         attributions = shown.attributions and shown.attributions + [SAMPLED] * len(token_ids)
-        return cls(shown.token_ids, token_ids, token_logprobs, attributions, routed_experts)
+        return cls(
+            shown.token_ids,
+            token_ids,
+            token_logprobs,
+            attributions,
+            routed_experts,
+            token_versions,
+        )
 
     @property
     def length(self) -> int:
@@ -64,6 +76,8 @@ class Sample:
     alphas: list[float | None] = field(default_factory=list)
     """Echo weights."""
     routed_experts: np.ndarray | None = None
+    versions: list[int] = field(default_factory=list)
+    """Of the weights that sampled; -1 where nobody did."""
 
     @property
     def prompt_length(self) -> int:
@@ -78,6 +92,8 @@ class Sample:
             self.routed_experts = np.concatenate([*here, turn.routed_experts[len(self.ids) :]])
         self.alphas += alphas[len(self.ids) :]
         self.ids += new + turn.token_ids
+        self.versions += [NOBODY] * len(new)
+        self.versions += turn.token_versions or [NOBODY] * len(turn.token_ids)
         self.logprobs += [math.nan] * len(new)
         self.logprobs += turn.token_logprobs or [math.nan] * len(turn.token_ids)
         self.sampled += [False] * len(new) + [True] * len(turn.token_ids)

@@ -13,6 +13,7 @@ from torchtitan_rl.actors.spawn import (
     spawn_trainer,
 )
 from torchtitan_rl.config import RunConfig
+from torchtitan_rl.generators import Generators
 from torchtitan_rl.observability.run_folder import RunFolder
 from torchtitan_rl.waiting import together
 
@@ -23,12 +24,12 @@ class Crew:
     Example:
         crew = Crew(config, folder, interactive=False)
         await crew.start()
-        completions = await crew.generator.actor.generate.call_one(["47 85"])
+        completions = await crew.generators.sample([[7, 8]], [SamplingConfig()], ["a name"])
         await crew.stop()
     """
 
     trainer: Spawned
-    generator: Spawned
+    generators: Generators
     grader: Spawned
     environment: Spawned | None = None
     """Only if a task has tools, or answers the model."""
@@ -39,10 +40,15 @@ class Crew:
         self._config, self._folder, self._interactive = config, folder, interactive
         self._model = str(config.model_folder)
         self._spawned: list[Spawned] = []
+        self.generators = Generators(
+            self._spawn_generator,
+            config.generator_replicas,
+            deadline_seconds=config.deadline_seconds,
+        )
 
     async def start(self) -> None:
         """Spawn them all; each is ready when this returns."""
-        starting = [self._start_trainer(), self._start_generator(), self._start_grader()]
+        starting = [self._start_trainer(), self.generators.start(), self._start_grader()]
         if self._interactive:
             starting.append(self._start_environment())
         if self._config.has_reference:
@@ -51,7 +57,8 @@ class Crew:
 
     async def stop(self) -> None:
         """Stop every process of the run."""
-        await asyncio.gather(*(s.stop() for s in self._spawned), return_exceptions=True)
+        others = [spawned.stop() for spawned in self._spawned]
+        await asyncio.gather(self.generators.stop(), *others, return_exceptions=True)
 
     async def _start_trainer(self) -> None:
         config = self._config
@@ -68,15 +75,15 @@ class Crew:
             gpus=config.gpus[0],
         )
 
-    async def _start_generator(self) -> None:
+    async def _spawn_generator(self, number: int) -> Spawned:
         config = self._config
-        self.generator = await self._own(
-            "generator",
-            spawn_generator,
+        own = config.gpus[1][number * config.generator.tensor_parallel_degree :]
+        return await spawn_generator(
             config.generator,
             model=self._model,
             seed=config.seed,
-            gpus=config.gpus[1],
+            gpus=own[: config.generator.tensor_parallel_degree],
+            log_file=self._folder.log_file(f"generator-{number}" if number else "generator"),
         )
 
     async def _start_grader(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torchtitan_rl.algorithms.advantage import AdvantageConfig, group_advantages
 from torchtitan_rl.algorithms.echo import EchoConfig, call_filter
-from torchtitan_rl.conversation import Sample, Turn, merge_turns, turn_alphas
+from torchtitan_rl.conversation import NOBODY, Sample, Turn, merge_turns, turn_alphas
 from torchtitan_rl.rollout import Group
 from torchtitan_rl.tasks.task import is_heldout
 from torchtitan_rl.types import Episode, Rollout
@@ -81,11 +81,13 @@ def to_episodes(samples: Sequence[Sample], *, rl: bool, **of_all: Any) -> list[E
             continue
         logprobs = sample.logprobs[prompt:]
         recorded = not all(map(math.isnan, logprobs))
+        sampled = any(version != NOBODY for version in sample.versions)
         episodes.append(
             Episode(
                 prompt_token_ids=sample.ids[:prompt],
                 token_ids=sample.ids[prompt:],
                 token_logprobs=logprobs if recorded else None,
+                token_versions=sample.versions[prompt:] if sampled else None,
                 routed_experts=sample.routed_experts,
                 echo_alpha=_gapped(sample.alphas) if echoes else None,
                 loss_mask=sample.sampled if rl else [False] * len(sample.ids),

@@ -14,9 +14,10 @@ from torchtitan_rl.tasks.tools import ToolCall
 from torchtitan_rl.types import Completion, Message, Rollout, ScoredCompletion, Status
 
 SampleCall = Callable[
-    [list[list[int]], list[SamplingConfig], list[str]], Awaitable[list[Completion]]
+    [list[list[int]], list[SamplingConfig], list[str], list[str]], Awaitable[list[Completion]]
 ]
-"""Prompts, how to sample each, and the names their seeds derive from: `VLLMGenerator.generate`."""
+"""Prompts, how to sample each, the names their seeds derive from, and their groups:
+`Generators.sample`."""
 RespondCall = Callable[[list[Request]], Awaitable[list[Response]]]
 """`Environment.respond`."""
 
@@ -96,6 +97,8 @@ class Conversation:
                 completion.token_ids,
                 completion.token_logprobs,
                 completion.routed_experts,
+                completion.token_versions
+                or [completion.policy_version] * len(completion.token_ids),
             )
         )
         self.rollout.completions.append(completion)
@@ -195,6 +198,7 @@ async def roll_out(
         [group.shown.token_ids for group in groups],
         [_first_sampling(group, limits) for group in groups],
         [group.id for group in groups],
+        [group.id for group in groups],
     )
     talking = []
     for completion in first:
@@ -214,6 +218,7 @@ async def roll_out(
             [c.shown.token_ids for c in listening],
             [c.sampling for c in listening],
             [c.id for c in listening],
+            [c.group.id for c in listening],
         )
         talking = [
             conversation

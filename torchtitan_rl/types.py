@@ -64,6 +64,8 @@ class Completion:
     """log p(token) under the distribution that was sampled from, i.e. after temperature; None when
     `SamplingConfig.logprobs` is off."""
     finish_reason: FinishReason
+    token_versions: list[int] | None = None
+    """The weights that sampled each token; None: all by `policy_version`."""
     routed_experts: np.ndarray | None = None
     """[prompt + completion tokens, layers with experts, top_k] experts the router chose, numbered
     in uint8 (int16 beyond 256 experts); None unless `EngineConfig.return_routed_experts`."""
@@ -143,6 +145,10 @@ class Episode:
     temperature: Annotated[float, PerToken("temperatures", "float32", 1.0, "episode")] = 1.0
     weight: Annotated[float, PerToken("weights", "float32", 0.0, "episode")] = 1.0
     """Multiplies its loss; set by the reduction."""
+    token_versions: Annotated[
+        list[int] | None, PerToken("token_versions", "int32", -1, "completion")
+    ] = None
+    """The weights that sampled each of `token_ids`, -1 where none did; None for demonstrations."""
     ref_logprobs: Annotated[
         list[float] | None, PerToken("ref_logprobs", "float32", math.nan, "completion")
     ] = None

@@ -84,7 +84,32 @@ class _Call:
     completions: list[Completion | None]
     missing: int
     request_ids: list[str]
-    policy_version: int = 0
+
+
+@dataclass(slots=True)
+class _Slot:
+    """One request in flight: where its completion goes, and who samples it."""
+
+    call: _Call
+    index: int
+    prompt_idx: int
+    vllm_id: str
+    """What vLLM calls the request."""
+    versions: list[tuple[int, int]]
+    """From which token on which weights sample; more than one after a swap."""
+
+    def token_versions(self, tokens: int) -> list[int]:
+        """Of each of its tokens.
+
+        Example:
+            versions [(0, 3), (2, 4)], 5 tokens: [3, 3, 4, 4, 4]
+        """
+        ends = [first for first, _ in self.versions[1:]] + [tokens]
+        return [
+            version
+            for (first, version), end in zip(self.versions, ends, strict=True)
+            for _ in range(first, end)
+        ]
 
 
 class Engine:
@@ -96,7 +121,7 @@ class Engine:
         self._model, self._config = model, config
         self._seed, self._tensor_parallel = seed, tensor_parallel
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._slots: dict[str, tuple[_Call, int, int]] = {}
+        self._slots: dict[str, _Slot] = {}
         self._ids = itertools.count()
         self._dead: BaseException | None = None
         self._routing: RoutingSource | None = None
@@ -204,7 +229,6 @@ class Engine:
     ) -> None:
         from vllm.exceptions import VLLMValidationError
 
-        call.policy_version = self.policy_version
         try:
             together = zip(prompts, samplings, group_ids, strict=True)
             for prompt_idx, (prompt, sampling, group_id) in enumerate(together):
@@ -212,8 +236,11 @@ class Engine:
                 for sample in range(sampling.n):
                     request_id = str(next(self._ids))
                     params = self._sampling_params(sampling, group_id, sample)
-                    self._engine.add_request(request_id, {"prompt_token_ids": token_ids}, params)
-                    self._slots[request_id] = (call, len(call.completions), prompt_idx)
+                    prompt_ids = {"prompt_token_ids": token_ids}
+                    vllm_id = self._engine.add_request(request_id, prompt_ids, params)
+                    versions = [(0, self.policy_version)]
+                    slot = _Slot(call, len(call.completions), prompt_idx, vllm_id, versions)
+                    self._slots[request_id] = slot
                     call.completions.append(None)
                     call.request_ids.append(request_id)
         except VLLMValidationError as error:
@@ -261,12 +288,13 @@ class Engine:
         )
 
     def _finish(self, output: Any) -> None:
-        call, slot, prompt_idx = self._slots[output.request_id]
-        made = output.outputs[0]
+        slot = self._slots[output.request_id]
+        call, made = slot.call, output.outputs[0]
         token_ids = list(made.token_ids)
-        call.completions[slot] = Completion(
-            policy_version=call.policy_version,
-            prompt_idx=prompt_idx,
+        versions = slot.token_versions(len(token_ids))
+        call.completions[slot.index] = Completion(
+            policy_version=min(versions, default=self.policy_version),
+            prompt_idx=slot.prompt_idx,
             prompt_token_ids=list(output.prompt_token_ids),
             text="",
             token_ids=token_ids,
@@ -276,6 +304,7 @@ class Engine:
                 for token, position in zip(token_ids, made.logprobs, strict=True)
             ],
             finish_reason=made.finish_reason,
+            token_versions=versions if len(set(versions)) > 1 else None,
             routed_experts=self._routing.take(output) if self._routing else None,
         )
         call.missing -= 1
@@ -314,13 +343,17 @@ class Engine:
         # Cached prefixes and the KV of running requests were computed with the old weights.
         self._engine.reset_prefix_cache(reset_running_requests=True)
         self.policy_version = handle.version
+        # vLLM 0.32: the scheduler, in this process, has every request that is not finished.
+        unfinished = self._engine.engine_core.engine_core.scheduler.requests
+        for slot in self._slots.values():
+            slot.versions.append((unfinished[slot.vllm_id].num_output_tokens, handle.version))
 
     def _die(self, cause: BaseException) -> None:
         """Fail whoever waits, and everyone who asks from now on."""
         self._dead = cause
-        for call, _, _ in self._slots.values():
-            if not call.future.done():
-                call.future.set_exception(EngineDiedError(f"the engine died: {cause!r}"))
+        for slot in self._slots.values():
+            if not slot.call.future.done():
+                slot.call.future.set_exception(EngineDiedError(f"the engine died: {cause!r}"))
         self._slots.clear()
 
 

@@ -22,6 +22,7 @@ from torchtitan_rl.batching.microbatch import Microbatch
 from torchtitan_rl.batching.overlong import Overlong
 from torchtitan_rl.models.mesh import Parallelism
 from torchtitan_rl.observability.metrics import (
+    Distribution,
     Mean,
     Metrics,
     Same,
@@ -279,8 +280,11 @@ class Trainer(Actor, Configurable):
         total = predicted.logprobs.sum() * 0.0
         total = total + output.loss_sum / max(grid.loss_tokens, 1)
         total = total + echoed.loss_sum / max(grid.echo_tokens, 1)
-        entropy = Mean(rl.entropies.sum().item(), float(rl.logprobs.numel()))
-        return total, {**output.metrics, **echoed.metrics, "train/entropy": entropy}
+        metrics: Metrics = {**output.metrics, **echoed.metrics}
+        metrics["train/entropy"] = Mean(rl.entropies.sum().item(), float(rl.logprobs.numel()))
+        if (versions := rl.streams.get("token_versions")) is not None:
+            metrics["policy_age"] = Distribution.of(self.state.policy_version - versions)
+        return total, metrics
 
     def _objective(self, predicted: "Predicted", loss: LossConfig) -> LossOutput:
         logprobs, streams = predicted.logprobs, predicted.streams

@@ -1,0 +1,128 @@
+"""Several generators as one: real engines, really killed."""
+
+import asyncio
+from collections import Counter
+
+import pytest
+from monarch.actor import ActorError
+
+from tests.support import small_engine
+from torchtitan_rl.actors.generator import VLLMGenerator
+from torchtitan_rl.actors.spawn import spawn_generator
+from torchtitan_rl.generators import Generators, GeneratorsDiedError
+from torchtitan_rl.sampling import SamplingConfig
+
+SAMPLING = SamplingConfig(n=2, max_tokens=16)
+CONFIG = VLLMGenerator.Config(sampling=SAMPLING, engine=small_engine(), threads=1)
+
+
+@pytest.fixture(scope="module")
+async def generators(tiny_model):
+    def spawn(number):
+        return spawn_generator(CONFIG, model=tiny_model, seed=0)
+
+    generators = Generators(spawn, 2, deadline_seconds=60)
+    await generators.start()
+    yield generators
+    await generators.stop()
+
+
+def sample(generators, count, sampling=SAMPLING, turn=""):
+    names = [f"group {i}" for i in range(count)]
+    prompts = [[5, 6, i % 100] for i in range(count)]
+    return generators.sample(prompts, [sampling] * count, [n + turn for n in names], names)
+
+
+def ids(completions):
+    return [(c.prompt_idx, c.token_ids) for c in completions]
+
+
+async def test_work_is_shared_and_comes_back_in_order(generators):
+    completions = await sample(generators, 6)
+    assert [c.prompt_idx for c in completions] == [i for i in range(6) for _ in range(2)]
+    assert [c.prompt_token_ids[2] for c in completions] == [i for i in range(6) for _ in range(2)]
+    homes = Counter(replica.number for replica in generators._homes.values())
+    assert homes == {0: 3, 1: 3}
+    assert [replica.load for replica in generators._replicas] == [0, 0]
+    # A later turn goes where its prefix is, however loaded.
+    before = dict(generators._homes)
+    await sample(generators, 6, turn="/0/1")
+    assert dict(generators._homes) == before
+
+
+async def test_a_killed_generator_is_replaced_and_nothing_is_lost(generators):
+    whole = await sample(generators, 12)
+    long = SamplingConfig(n=2, max_tokens=100)
+    under_way = asyncio.ensure_future(sample(generators, 12, long))
+    while not any(replica.load for replica in generators._replicas):
+        await asyncio.sleep(0.01)
+    victim = generators._replicas[1].spawned
+    for process in victim.processes:
+        process.kill()
+    made = await under_way
+    assert [c.prompt_idx for c in made] == [i for i in range(12) for _ in range(2)]
+    assert all(len(c.token_ids) <= 100 for c in made)
+    assert generators.deaths.total == 1
+    async with asyncio.timeout(60):
+        async with generators._changed:
+            await generators._changed.wait_for(lambda: len(generators._alive) == 2)
+    assert generators._replicas[1].spawned is not victim
+    # The same samples as ever: seeds belong to groups, not to generators.
+    assert ids(await sample(generators, 12)) == ids(whole)
+    assert generators.deaths.in_a_row == 0
+
+
+async def test_what_is_asked_badly_is_an_error_and_no_death(generators):
+    with pytest.raises(ActorError, match="prompt 0 is empty"):
+        await generators.sample([[]], [SAMPLING], ["empty"])
+    assert [replica.load for replica in generators._replicas] == [0, 0]
+    assert len(generators._alive) == 2
+
+
+async def test_generators_that_only_die_end_the_run_with_a_reason():
+    class Dead:
+        async def stop(self):
+            pass
+
+        @property
+        def actor(self):
+            from torchtitan_rl.waiting import WorkerDiedError
+
+            raise WorkerDiedError("its process died: out of memory")
+
+    async def spawn(number):
+        return Dead()
+
+    doomed = Generators(spawn, 2, most_deaths_in_a_row=3)
+    await doomed.start()
+    with pytest.raises(GeneratorsDiedError, match="one after the other.*out of memory"):
+        async with asyncio.timeout(10):
+            await sample(doomed, 4)
+    await doomed.stop()
+
+
+async def test_one_that_cannot_be_started_again_is_told_to_who_waits():
+    started = 0
+
+    class Dying:
+        async def stop(self):
+            pass
+
+        @property
+        def actor(self):
+            from torchtitan_rl.waiting import WorkerDiedError
+
+            raise WorkerDiedError("gone")
+
+    async def spawn(number):
+        nonlocal started
+        started += 1
+        if started > 1:
+            raise OSError("no memory left")
+        return Dying()
+
+    doomed = Generators(spawn, 1)
+    await doomed.start()
+    with pytest.raises(GeneratorsDiedError, match="no memory left"):
+        async with asyncio.timeout(10):
+            await sample(doomed, 1)
