@@ -95,7 +95,7 @@ async def test_generators_that_only_die_end_the_run_with_a_reason():
 
     doomed = Generators(spawn, 2, most_deaths_in_a_row=3)
     await doomed.start()
-    with pytest.raises(GeneratorsDiedError, match="one after the other.*out of memory"):
+    with pytest.raises(GeneratorsDiedError, match=r"one after the other.*out of memory"):
         async with asyncio.timeout(10):
             await sample(doomed, 4)
     await doomed.stop()
