@@ -64,12 +64,13 @@ def echo_calculator_tiny() -> Controller.Config:
     return replace(
         config,
         # All steps: what is left to learn should be the teacher's mistakes, not the form.
-        warm_start=WarmStartConfig(steps=450, enough_accuracy=1.0, evaluate_every=150),
+        warm_start=WarmStartConfig(steps=600, enough_accuracy=1.0, evaluate_every=150),
         task=Mixture.Config(
             tasks=[
                 Calculator.Config(echo=echo, show_tools=False),
                 Spelling.Config(echo=echo, show_tools=False),
-            ]
+            ],
+            weights=[3.0, 2.0],
         ),
         steps=40,
         generator=replace(

@@ -2,11 +2,12 @@
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_rl.algorithms.echo import Attribution, EchoConfig, ToolEcho
+from torchtitan_rl.algorithms.echo import Attribution, EchoConfig, RoleEcho, ToolEcho
 from torchtitan_rl.conversation import Turn, merge_turns, turn_alphas
 
 
@@ -79,7 +80,8 @@ def test_every_sampled_token_is_in_exactly_one_place(parts):
     assert sum(sum(s.sampled) for s in samples) == sum(len(sampled) for _, sampled in parts)
 
 
-USER, TOOL, OWN = (Attribution(role, content=True) for role in ("user", "tool", "assistant"))
+USER, TOOL = (Attribution(role, content=True) for role in ("user", "tool"))
+OWN = Attribution("assistant", content=True, sampled=True)
 ECHO = EchoConfig(tool=ToolEcho(alpha=0.5))
 
 
@@ -94,11 +96,21 @@ def test_each_turn_has_the_weights_of_what_it_was_shown():
 
 
 @pytest.mark.parametrize("attributions", [None, [], [USER, TOOL]])
-def test_a_turn_that_cannot_be_attributed_does_not_echo_and_is_counted(attributions):
+def test_a_turn_that_cannot_be_attributed_ends_all_echo_but_of_samples(attributions):
     whole = turn([1, 2], [3], attributions=[USER, TOOL, OWN])
-    weights, unattributed = turn_alphas(ECHO, [whole, turn([4, 5], [6], attributions=attributions)])
-    assert weights == [[None, 0.5, None], [None, None, None]]
-    assert unattributed == 1
+    turns = [whole, turn([4, 5], [6], attributions=attributions)]
+    assert turn_alphas(ECHO, turns) == ([[None] * 3] * 2, 1)
+    # Who sampled the model's own tokens needs no renderer to tell.
+    own = EchoConfig(tool=ToolEcho(), assistant=RoleEcho(alpha=2.0))
+    assert turn_alphas(own, turns) == ([[None, None, 2.0]] * 2, 1)
+
+
+def test_experts_of_several_turns_are_those_each_token_was_read_with():
+    """A turn does not know where its own last token will go: the next one does."""
+    first = turn([1, 2], [3, 4], routed_experts=np.array([[11], [12], [13], [0]]))
+    second = turn([1, 2, 3, 4, 5], [6], routed_experts=np.array([[21]] * 3 + [[14], [15], [0]]))
+    [sample] = merge_turns([first, second])
+    assert sample.routed_experts.tolist() == [[11], [12], [13], [14], [15], [0]]
 
 
 FILTERED = EchoConfig(tool=ToolEcho(), filter="shutil:which")

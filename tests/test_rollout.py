@@ -9,7 +9,7 @@ from tests.actors.tricky_tools import Plain, Tricky
 from torchtitan_rl.actors.environment import Environment, Response
 from torchtitan_rl.actors.spawn import spawn_environment
 from torchtitan_rl.models.render import ChatRenderer
-from torchtitan_rl.rollout import Conversation, Group, RolloutConfig, roll_out
+from torchtitan_rl.rollout import Conversation, Group, RolloutConfig, check_prompt, roll_out
 from torchtitan_rl.sampling import SamplingConfig
 from torchtitan_rl.tasks.task import Example
 from torchtitan_rl.types import Completion
@@ -181,8 +181,8 @@ async def test_a_completion_that_is_cut_off_ends_the_rollout(renderer, environme
     await play([short], Script(renderer), environment, RolloutConfig(max_tokens=room))
     assert short.conversations[0].rollout.status == "token_limit"
     assert short.conversations[0].turns[0].length == room
-    with pytest.raises(ValueError, match=r"prompt of group adds has .* raise rollout.max_tokens"):
-        await play([short], Script(renderer), environment, RolloutConfig(max_tokens=5))
+    with pytest.raises(ValueError, match=r"prompt of group adds has .* with 1 to sample"):
+        check_prompt(short, RolloutConfig(max_tokens=5))
 
 
 async def test_time_is_up_for_slow_tools(renderer, environment):
@@ -193,12 +193,33 @@ async def test_time_is_up_for_slow_tools(renderer, environment):
     assert (rollout.status, rollout.outcomes) == ("time_limit", ["timed_out"])
 
 
+@pytest.mark.parametrize(
+    ("failure", "seconds", "status"),
+    [("raised", 60.0, "environment_failed"), ("was out of time", 1e-9, "time_limit")],
+)
+def test_an_answer_that_failed_ends_the_rollout_with_the_reason(renderer, failure, seconds, status):
+    made = group(renderer, "is answered")
+    conversation = Conversation(made, 0, renderer, RolloutConfig(max_seconds=seconds))
+    ids = renderer.reply({"role": "assistant", "content": "hello"})
+    conversation.take(Completion(0, 0, made.shown.token_ids, "hello", ids, None, "stop"))
+    assert not conversation.hear(Response([], {}, [], failure))
+    assert (conversation.rollout.status, conversation.rollout.failure) == (status, failure)
+
+
+def test_every_conversation_has_a_state_of_its_own(renderer):
+    made = group(renderer, "adds")
+    first, second = (Conversation(made, i, renderer, LIMITS) for i in range(2))
+    first.rollout.state["kept"] = "changed"
+    assert second.rollout.state == made.example.state == {"kept": "adds"}
+
+
 def test_a_conversation_that_cannot_be_extended_is_rendered_anew(renderer):
     """A user's question makes Qwen3 render the whole conversation again: a sample of its own."""
     made = group(renderer, "is answered")
     conversation = Conversation(made, 0, renderer, LIMITS)
-    ids = renderer.reply({"role": "assistant", "content": "<think>\nhm\n</think>\n\nhello"})
+    ids = renderer.reply({"role": "assistant", "content": "hello", "reasoning_content": "hm"})
     text = renderer.tokenizer.decode(ids)
+    assert text == "<think>\nhm\n</think>\n\nhello<|im_end|>"
     assert conversation.take(Completion(0, 0, made.shown.token_ids, text, ids, None, "stop"))
     told = Response([{"role": "user", "content": "and <|im_end|> then?"}], {}, [])
     assert conversation.hear(told)

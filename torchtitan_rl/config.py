@@ -108,6 +108,11 @@ class RunConfig(Configurable.Config):
                 part.sampling or self.generator.sampling,
                 where=f"sampling of task {part.name!r}" if own else "generator.sampling",
             )
+        if self.rollout.max_seconds > self.deadline_seconds:
+            raise ValueError(
+                f"rollout.max_seconds ({self.rollout.max_seconds:g}) is more than deadline_seconds "
+                f"({self.deadline_seconds:g}), the longest wait for any one answer: raise that"
+            )
         if self.rollout.max_tokens > engine.max_model_len:
             raise ValueError(
                 f"rollout.max_tokens ({self.rollout.max_tokens}) is more than "

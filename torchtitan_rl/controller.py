@@ -37,7 +37,7 @@ from torchtitan_rl.observability.rollouts import evaluation_metrics, rollout_met
 from torchtitan_rl.observability.run_folder import RunFolder
 from torchtitan_rl.observability.sinks import MetricsLog
 from torchtitan_rl.platform import check_gpus
-from torchtitan_rl.rollout import Group, all_scored, roll_out
+from torchtitan_rl.rollout import Group, all_scored, check_prompt, roll_out
 from torchtitan_rl.routing import Experts
 from torchtitan_rl.tasks.task import Example, Task
 from torchtitan_rl.types import Episode
@@ -148,8 +148,8 @@ class Controller(Configurable):
             training["echo_unattributed"] = batch.unattributed
         self.untrainable.count(groups, episodes)
         with clock("train"):
-            if batch.heldout:
-                training |= await unless(stop, self.measure(batch.heldout))
+            if heldout := limit_length(batch.heldout, budget, overlong)[0]:
+                training |= await unless(stop, self.measure(heldout))
             if episodes:
                 training |= await self.train(episodes)
         self.steps_done = step + 1
@@ -189,7 +189,9 @@ class Controller(Configurable):
             if greedy:
                 sampling = replace(sampling, n=1, temperature=0.0, logprobs=False)
             shown = self.renderer.render(example.messages, tools=task.shown_tools)
-            groups.append(Group(f"{task.name}/{split}/{i}", task, example, sampling, shown))
+            group = Group(f"{task.name}/{split}/{i}", task, example, sampling, shown)
+            check_prompt(group, self.config.limits)
+            groups.append(group)
         return groups
 
     async def roll_out(self, groups: list[Group]) -> None:

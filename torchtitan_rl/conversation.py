@@ -8,7 +8,7 @@ import numpy as np
 
 from torchtitan_rl.algorithms.echo import Attribution, EchoConfig, checked_mask, echo_alphas
 
-SAMPLED = Attribution("assistant", content=True)
+SAMPLED = Attribution("assistant", content=True, sampled=True)
 """Of every token of the model's own."""
 NOBODY = -1
 """The policy version of a token that was not sampled."""
@@ -88,8 +88,10 @@ class Sample:
         """Add what a turn has beyond these tokens; what is here stays as it is."""
         new = turn.prompt_token_ids[len(self.ids) :]
         if turn.routed_experts is not None:
-            here = [] if self.routed_experts is None else [self.routed_experts]
-            self.routed_experts = np.concatenate([*here, turn.routed_experts[len(self.ids) :]])
+            # The last token of a turn is routed only when the next one reads it.
+            known = max(len(self.ids) - 1, 0)
+            here = [] if self.routed_experts is None else [self.routed_experts[:known]]
+            self.routed_experts = np.concatenate([*here, turn.routed_experts[known:]])
         self.alphas += alphas[len(self.ids) :]
         self.ids += new + turn.token_ids
         self.versions += [NOBODY] * len(new)
@@ -129,7 +131,7 @@ def turn_alphas(
     config: EchoConfig, turns: Sequence[Turn], allowed: object = None
 ) -> tuple[list[list[float | None]], int]:
     """Echo weights of each turn's tokens, and in how many turns the renderer could not attribute
-    all of them: these do not echo.
+    all of them: if in any, only what was sampled may echo.
 
     `allowed` is what the filter `config.filter` returned for the rollout, if there is one.
     """
@@ -137,12 +139,14 @@ def turn_alphas(
     masks: Sequence[list[bool] | None] = [None] * len(turns)
     if config.filter and turns:
         masks = checked_mask(config.filter, allowed, lengths)
-    weights: list[list[float | None]] = []
-    unattributed = 0
-    for turn, mask in zip(turns, masks, strict=True):
-        if turn.attributions is None or len(turn.attributions) != turn.length:
-            unattributed += 1
-            weights.append([None] * turn.length)
-        else:
-            weights.append(echo_alphas(config, turn.attributions, mask))
-    return weights, unattributed
+    unattributed = sum(len(turn.attributions or ()) != turn.length for turn in turns)
+    return [
+        echo_alphas(config, _origins(turn, known=not unattributed), mask)
+        for turn, mask in zip(turns, masks, strict=True)
+    ], unattributed
+
+
+def _origins(turn: Turn, *, known: bool) -> list[Attribution | None]:
+    if known and turn.attributions is not None:
+        return turn.attributions
+    return [None] * len(turn.prompt_token_ids) + [SAMPLED] * len(turn.token_ids)

@@ -1,6 +1,7 @@
 """From prompts to rollouts: conversations of the model with its task, all taking turns together."""
 
 import asyncio
+import copy
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -61,22 +62,31 @@ class Group:
 
 
 class Conversation:
-    """One rollout under way. Its tokens only grow: what was sampled is never tokenised again."""
+    """One rollout under way. What was sampled is never tokenised again, unless the chat's format
+    wants all of it rendered anew: that starts a sample of its own."""
 
-    def __init__(self, group: Group, number: int, renderer: ChatRenderer, limits: RolloutConfig):
+    def __init__(
+        self,
+        group: Group,
+        number: int,
+        renderer: ChatRenderer,
+        limits: RolloutConfig,
+        *,
+        started: float | None = None,
+    ) -> None:
         self.group, self.number = group, number
         self.renderer, self.limits = renderer, limits
         self.tools = group.task.shown_tools
         self.shown = group.shown
         self.turns: list[Turn] = []
         self.calls: list[ToolCall] = []
-        self.started = time.monotonic()
+        self.started = time.monotonic() if started is None else started
         self.heldout = False
         self.rollout = Rollout(
             completions=[],
             messages=list(group.example.messages),
             status="finished",
-            state=group.example.state,
+            state=copy.deepcopy(group.example.state),
         )
 
     @property
@@ -133,7 +143,8 @@ class Conversation:
         rollout.state = response.state
         rollout.outcomes += response.outcomes
         if response.failure:
-            return self._end("environment_failed")
+            rollout.failure = response.failure
+            return self._end("environment_failed" if self._seconds_left > 0 else "time_limit")
         if not response.messages:
             return self._end("finished")
         said = [self._harmless(message) for message in response.messages]
@@ -146,7 +157,10 @@ class Conversation:
         return self._seconds_left > 0 or self._end("time_limit")
 
     def _harmless(self, message: Message) -> Message:
-        return {**message, "content": self.renderer.harmless(message["content"])}
+        return {
+            key: self.renderer.harmless(value) if isinstance(value, str) else value
+            for key, value in message.items()
+        }
 
     @property
     def _seconds_left(self) -> float:
@@ -163,15 +177,17 @@ def fitted(sampling: SamplingConfig, shown: Rendered, limits: RolloutConfig) -> 
     return replace(sampling, max_tokens=min(sampling.max_tokens, room))
 
 
-def _first_sampling(group: Group, limits: RolloutConfig) -> SamplingConfig:
-    if not group.task.interactive:
-        return group.sampling
-    if len(group.shown.token_ids) >= limits.max_tokens:
+def check_prompt(group: Group, limits: RolloutConfig) -> None:
+    """Refuse a prompt that leaves no room: for a word in a conversation, for a whole completion in
+    a task of one turn, which would be cut short unnoticed."""
+    prompt = len(group.shown.token_ids)
+    sampled = 1 if group.task.interactive else group.sampling.max_tokens
+    if prompt + sampled > limits.max_tokens:
         raise ValueError(
-            f"the prompt of group {group.id} has {len(group.shown.token_ids)} tokens, and a "
-            f"rollout {limits.max_tokens}: raise rollout.max_tokens (or engine.max_model_len)"
+            f"the prompt of group {group.id} has {prompt} tokens; with {sampled} to sample that is "
+            f"more than a rollout may have, {limits.max_tokens}: raise "
+            "generator.engine.max_model_len (and rollout.max_tokens, if it is set)"
         )
-    return fitted(group.sampling, group.shown, limits)
 
 
 def all_scored(groups: Sequence[Group]) -> list[tuple[str, ScoredCompletion]]:
@@ -192,18 +208,20 @@ async def roll_out(
     All conversations take their turns together: their prompts enter the engine in one call, so that
     a run with the same seed decodes the same batches, whatever the tools' timing.
     """
+    started = time.monotonic()
     for group in groups:
         group.conversations = []
     first = await sample(
         [group.shown.token_ids for group in groups],
-        [_first_sampling(group, limits) for group in groups],
+        [fitted(group.sampling, group.shown, limits) for group in groups],
         [group.id for group in groups],
         [group.id for group in groups],
     )
     talking = []
     for completion in first:
         group = groups[completion.prompt_idx]
-        conversation = Conversation(group, len(group.conversations), renderer, limits)
+        number = len(group.conversations)
+        conversation = Conversation(group, number, renderer, limits, started=started)
         group.conversations.append(conversation)
         if conversation.take(completion):
             talking.append(conversation)
@@ -214,6 +232,8 @@ async def roll_out(
             if conversation.hear(response):
                 listening.append(conversation)
             await asyncio.sleep(0)  # rendering takes a while: let others in between
+        if not listening:
+            return
         completions = await sample(
             [c.shown.token_ids for c in listening],
             [c.sampling for c in listening],

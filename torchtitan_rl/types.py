@@ -88,6 +88,8 @@ class Rollout:
     """What the task's tools have made of `Example.state`."""
     outcomes: list[Outcome] = field(default_factory=list)
     """Of its tool calls, in order."""
+    failure: str = ""
+    """Why the environment failed, if it did."""
 
     @property
     def text(self) -> str:

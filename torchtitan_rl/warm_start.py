@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from torchtitan.components.optimizer import LRSchedulersContainer
 
 from torchtitan_rl.actors.engine import SamplingConfig
+from torchtitan_rl.actors.environment import Environment
 from torchtitan_rl.actors.trainer import OptimizerConfig
 from torchtitan_rl.algorithms.advantage import AdvantageConfig
 from torchtitan_rl.algorithms.echo import EchoConfig, RoleEcho
@@ -30,6 +31,7 @@ from torchtitan_rl.episodes import to_episodes
 from torchtitan_rl.models.render import ChatRenderer
 from torchtitan_rl.models.tiny import tiny_config, write_tiny_model
 from torchtitan_rl.observability.console import StepProgress, console
+from torchtitan_rl.rollout import RolloutConfig
 from torchtitan_rl.tasks.task import Task
 from torchtitan_rl.types import Episode, Message
 from torchtitan_rl.waiting import Interrupted, unless
@@ -94,16 +96,17 @@ class WarmStartConfig:
 
 
 def _imitated(task: Task.Config) -> dict[str, Any]:
-    """A task's settings without those that only matter once the model samples."""
+    """A task's settings without those that imitation knows nothing of."""
     settings = task.to_dict()
-    for name in ("sampling", "echo"):
-        settings.pop(name)
+    settings.pop("echo")
     return settings
 
 
 def _source(owner: type | None) -> str:
+    """The code of a task and of what it builds on."""
+    classes = [c for c in (owner.__mro__ if owner else ()) if issubclass(c, Task) and c is not Task]
     try:
-        return inspect.getsource(owner) if owner else ""
+        return "".join(inspect.getsource(c) for c in classes)
     except OSError:  # typed into a notebook or a console
         return ""
 
@@ -158,6 +161,10 @@ def supervised(config: "Controller.Config", work: Path) -> "Controller.Config":
     return replace(
         config,
         model=str(work / "random"),
+        task=config.task.without_echo(),
+        # What may change between two attempts at one model must not stand in its way.
+        rollout=RolloutConfig(),
+        environment=Environment.Config(),
         steps=warm.steps,
         prompts_per_step=1,
         generator=replace(
@@ -222,7 +229,10 @@ def demonstration(controller: "Controller", index: int) -> list[Episode]:
     rng = random.Random(f"{controller.config.seed}/demonstration/{index}")
     said = task.demonstration(example, rng)
     messages = [{"role": "assistant", "content": said}] if isinstance(said, str) else said
-    turns = taught_turns(controller.renderer, example.messages, messages, tools=task.shown_tools)
+    try:
+        turns = taught_turns(controller.renderer, example.messages, messages, task.shown_tools)
+    except ValueError as error:
+        raise ValueError(f"demonstration of task {task.name!r}: {error}") from error
     alphas, _ = turn_alphas(EchoConfig(assistant=RoleEcho()), turns)
     return to_episodes(
         merge_turns(turns, alphas),
@@ -239,10 +249,11 @@ def taught_turns(
     renderer: ChatRenderer,
     prompt: list[Message],
     messages: list[Message],
-    *,
-    tools: list[dict[str, Any]] | None,
+    tools: list[dict[str, Any]] | None = None,
 ) -> list[Turn]:
     """The turns of a conversation as if the model had sampled what the assistant says in it."""
+    if not messages or messages[0]["role"] != "assistant":
+        raise ValueError("a demonstration must start with an assistant message")
     turns: list[Turn] = []
     shown = renderer.render(prompt, tools=tools)
     said: list[Message] = []
@@ -250,6 +261,8 @@ def taught_turns(
         if message["role"] != "assistant":
             said.append(message)
             continue
+        if turns and not said:
+            raise ValueError("a demonstration has two assistant messages in a row")
         if said:
             shown = renderer.extend(turns[-1], said, tools=tools) or renderer.render(
                 prompt + messages[:number], tools=tools

@@ -225,8 +225,10 @@ async def test_an_answer_that_fails_says_why(respond):
         "hang": "gave no answer in 2 s",
         "exit": "ended its process",
         "text": "returned 'hello'; expected a list of messages",
-        "no role": "returned {'content': 'hello'} as a message, which has no role; expected a list "
-        "of messages",
+        "no role": "returned {'content': 'hello'} as a message, whose role is none of user, "
+        "system, tool; expected a list of messages",
+        "no content": "returned {'role': 'user', 'content': None} as a message, whose content is "
+        "no text; expected a list of messages",
     }
     responses = await respond(
         *[Request("tricky", [{"content": said}], [], {"x": 1}) for said in failures]

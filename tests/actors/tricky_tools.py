@@ -201,6 +201,10 @@ class Tricky(Plain):
                 return "hello"  # type: ignore[return-value]
             case "no role":
                 return [{"content": "hello"}]
+            case "no content":
+                return [{"role": "user", "content": None}]
+            case "long":
+                return [{"role": "user", "content": "x" * 10_000_000}]
             case "bye":
                 return []
         return [{"role": "user", "content": f"{said}? \ud800"}]

@@ -22,8 +22,10 @@ from torchtitan_rl.algorithms.policy_loss import LOSSES, LossInputs
 from torchtitan_rl.observability.metrics import flatten
 
 
-def said(role, *, name=None):
-    return Attribution(role, content=True, tool_name=name)
+def said(role, *, name=None, shown=False):
+    """A token of a message; the assistant's are sampled, unless they were only shown."""
+    sampled = role == "assistant" and not shown
+    return Attribution(role, content=True, tool_name=name, sampled=sampled)
 
 
 def scaffold(role):
@@ -50,6 +52,12 @@ CALCULATOR, SEARCH, NAMELESS = (said("tool", name=name) for name in ("calculator
             EchoConfig(user=RoleEcho(alpha=0), tool=ToolEcho(alpha=3)),
             [None, said("user"), said("tool"), said("assistant")],
             [None, 0, 3, None],
+        ),
+        # What the model is shown of itself, such as an example, is not its sample.
+        (
+            EchoConfig(assistant=RoleEcho()),
+            [None, said("assistant", shown=True), said("assistant")],
+            [None, None, 1.0],
         ),
         # Scaffolding and tokens of unknown origin never echo.
         (EchoConfig(tool=ToolEcho()), [None, scaffold("tool"), None, CALCULATOR], [None] * 3 + [1]),

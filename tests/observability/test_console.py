@@ -79,6 +79,11 @@ def test_the_summary_compares_the_first_evaluation_with_the_last(tmp_path, capsy
 
 def test_the_summary_says_where_everything_is(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    folders = ("tensorboard", "rollouts", "checkpoints", "model")
+    for folder in folders:
+        (tmp_path / "my-run" / folder).mkdir(parents=True)
     printed = summary(tmp_path, [{"step": 0, "eval/accuracy": 0.4}], capsys)
-    for what in ("metrics.jsonl", "tensorboard", "checkpoints", "model"):
+    for what in ("metrics.jsonl", *folders):
         assert f" my-run/{what}\n" in printed
+    bare = summary(tmp_path / "bare", [{"step": 0, "eval/accuracy": 0.4}], capsys)
+    assert "rollouts" not in bare

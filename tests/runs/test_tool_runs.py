@@ -12,13 +12,16 @@ from torchtitan_rl.algorithms.advantage import AdvantageConfig
 from torchtitan_rl.algorithms.echo import EchoConfig, ToolEcho
 from torchtitan_rl.config import EvaluationConfig
 from torchtitan_rl.controller import Controller
+from torchtitan_rl.conversation import Rendered
 from torchtitan_rl.observability.rollout_log import RolloutLog
-from torchtitan_rl.rollout import RolloutConfig
+from torchtitan_rl.rollout import Conversation, Group, RolloutConfig
 from torchtitan_rl.sampling import SamplingConfig
 from torchtitan_rl.tasks.calculator import Calculator
 from torchtitan_rl.tasks.mixture import Mixture
 from torchtitan_rl.tasks.spelling import Spelling
-from torchtitan_rl.warm_start import WarmStartConfig, ensure_starting_model
+from torchtitan_rl.tasks.task import Example
+from torchtitan_rl.types import Completion, ScoredCompletion
+from torchtitan_rl.warm_start import WarmStartConfig, demonstration, ensure_starting_model
 
 ECHO = EchoConfig(tool=ToolEcho())
 
@@ -152,4 +155,39 @@ def test_a_log_that_cannot_be_written_says_so(tmp_path):
     log.write("step-000000", [])
     with pytest.raises(OSError, match="rollouts"):
         log.write("step-000001", [])
+    log.write("step-000002", [])
+    with pytest.raises(OSError, match="rollouts"):
+        log.close()
+
+
+@pytest.mark.parametrize(
+    "value", [{(1, 2): 3}, {1}, 10**5000, "a\ud800"], ids=["keys", "set", "huge", "surrogate"]
+)
+def test_whatever_a_state_holds_is_saved(tmp_path, value):
+    task = Calculator.Config().build()
+    example = Example([], None, state={"operations": value})
+    group = Group("calculator/train/0", task, example, SamplingConfig(), Rendered([1], None))
+    conversation = Conversation(group, 0, None, RolloutConfig())
+    conversation.rollout.completions.append(Completion(0, 0, [1], "", [2], None, "stop"))
+    group.conversations = [conversation]
+    group.scored = [ScoredCompletion(conversation.rollout, 1.0, True)]
+    log = RolloutLog(tmp_path)
+    log.write("step-000000", [group])
     log.close()
+    [record] = map(json.loads, (tmp_path / "step-000000.jsonl").read_text().splitlines())
+    assert record["state"].keys() == {"operations"}
+
+
+def test_demonstrations_that_are_none_name_their_task(folder, monkeypatch):
+    controller = Controller(config_for(folder, run="taught", resume=False))
+    tool = {"role": "tool", "name": "spell", "content": "x"}
+    own = {"role": "assistant", "content": "x"}
+    for messages, said in (
+        ([], "must start with an assistant message"),
+        ([tool, own], "must start with an assistant message"),
+        ([own, own], "two assistant messages in a row"),
+    ):
+        for task in controller.tasks.values():
+            monkeypatch.setattr(task, "demonstration", lambda *_, messages=messages: messages)
+        with pytest.raises(ValueError, match=f"demonstration of task '.*': .*{said}"):
+            demonstration(controller, 0)

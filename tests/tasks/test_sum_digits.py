@@ -2,6 +2,7 @@
 
 import random
 import re
+from dataclasses import dataclass
 
 import pytest
 
@@ -177,6 +178,10 @@ def test_a_bad_config_is_refused(settings, message):
 
 def test_a_task_without_demonstrations_says_so():
     class Silent(Task):
+        @dataclass(kw_only=True, slots=True)
+        class Config(Task.Config):
+            pass
+
         def train_example(self, index):
             return Example([], None)
 
@@ -187,4 +192,11 @@ def test_a_task_without_demonstrations_says_so():
             return []
 
     with pytest.raises(NotImplementedError, match="task 'task' has no demonstrations"):
-        Silent(Task.Config()).demonstration(Example([], None), random.Random(0))
+        Silent.Config().build().demonstration(Example([], None), random.Random(0))
+
+
+def test_a_task_without_a_config_of_its_own_is_refused():
+    with pytest.raises(TypeError, match="task Mine needs a Config of its own, or SumDigits is"):
+
+        class Mine(SumDigits):
+            pass

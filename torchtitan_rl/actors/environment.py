@@ -83,7 +83,7 @@ class Environment(Actor, Configurable):
         concurrent_calls: int = 16
         """Calls at a time; the others wait for their turn, which is no part of their time."""
         max_result_chars: int = 8192
-        """A longer result is cut, and the model is told so."""
+        """A longer result, or answer, is cut, and the model is told so."""
 
         def __post_init__(self) -> None:
             for name in ("timeout_seconds", "concurrent_calls", "max_result_chars"):
@@ -147,7 +147,13 @@ class Environment(Actor, Configurable):
     async def _ask_task(
         self, request: Request, offer: Offer, response: Response, deadline: float
     ) -> None:
-        call = Call(request.task, None, request.state, messages=request.messages)
+        call = Call(
+            request.task,
+            None,
+            request.state,
+            messages=request.messages,
+            max_chars=self.config.max_result_chars,
+        )
         result = await self._make(call, deadline, waits=offer.answer == "async")
         if result.outcome == "ok":
             response.messages, response.state = result.messages, result.state

@@ -76,7 +76,9 @@ class VLLMGenerator(Actor, Configurable):
             call = next(self._calls)
             group_ids = [f"call {call}/{index}" for index in range(len(prompts))]
         return await self.engine.generate(
-            prompts, sampling_config or self.config.sampling, group_ids
+            prompts,
+            self.config.sampling if sampling_config is None else sampling_config,
+            group_ids,
         )
 
     @concurrent_endpoint

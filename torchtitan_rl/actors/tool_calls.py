@@ -14,6 +14,8 @@ from torchtitan_rl.tasks.task import Task
 from torchtitan_rl.tasks.tools import ArgumentsError, Tool
 from torchtitan_rl.types import Message, Outcome
 
+ANSWERING_ROLES = ("user", "system", "tool")
+"""Who may answer the model."""
 MAX_ERROR_CHARS = 500
 """Longest error the model is told: it must not push the task out of its context."""
 MAX_RESULT_BYTES = 2**26
@@ -33,7 +35,7 @@ class Call:
     messages: list[Message] = field(default_factory=list)
     """For an answer."""
     max_chars: int = 8192
-    """A tool's result is cut to so many."""
+    """A tool's result, or a message, is cut to so many."""
 
 
 @dataclass(slots=True)
@@ -64,7 +66,7 @@ class Offer:
 
 
 class Member:
-    """One task, with its tools described once: each look at `Task.tools` describes them anew."""
+    """One task and what can be called of it."""
 
     def __init__(self, task: Task) -> None:
         self.task, self.tools = task, task.tools
@@ -72,7 +74,7 @@ class Member:
     @property
     def offer(self) -> Offer:
         answer: Literal["none", "sync", "async"] = "sync"
-        if type(self.task).answer is Task.answer:
+        if not self.task.answers:
             answer = "none"
         elif inspect.iscoroutinefunction(self.task.answer):
             answer = "async"
@@ -117,7 +119,8 @@ def _returned(call: Call, returned: Any) -> Result:
         return Result("ok", text_of(returned, call.max_chars), call.state)
     if wrong := _not_messages(returned):
         return Result("raised", f"returned {wrong}; expected a list of messages")
-    return Result("ok", state=call.state, messages=[_clean_message(m) for m in returned])
+    messages = [_cut_message(message, call.max_chars) for message in returned]
+    return Result("ok", state=call.state, messages=messages)
 
 
 def _not_messages(returned: Any) -> str:
@@ -125,13 +128,19 @@ def _not_messages(returned: Any) -> str:
     if not isinstance(returned, list):
         return shortened(repr(returned), 100)
     for message in returned:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            return f"{shortened(repr(message), 100)} as a message, which has no role"
+        if not isinstance(message, dict) or message.get("role") not in ANSWERING_ROLES:
+            roles = ", ".join(ANSWERING_ROLES)
+            return f"{shortened(repr(message), 100)} as a message, whose role is none of {roles}"
+        if not isinstance(message.get("content"), str):
+            return f"{shortened(repr(message), 100)} as a message, whose content is no text"
     return ""
 
 
-def _clean_message(message: Message) -> Message:
-    return {k: clean(value) if isinstance(value, str) else value for k, value in message.items()}
+def _cut_message(message: Message, max_chars: int) -> Message:
+    return {
+        key: shortened(value, max_chars) if isinstance(value, str) else value
+        for key, value in message.items()
+    }
 
 
 def text_of(returned: Any, max_chars: int) -> str:

@@ -83,6 +83,8 @@ class Attribution:
     """Of the message's own words, not of the chat's scaffolding."""
     tool_name: str | None = None
     """Of a tool's answer."""
+    sampled: bool = False
+    """By the model, in this turn."""
 
 
 def echo_alphas(
@@ -108,6 +110,8 @@ def echo_alphas(
 def _alpha(config: EchoConfig, token: Attribution | None) -> float | None:
     if token is None or not token.content:
         return None
+    if token.role == "assistant" and not token.sampled:
+        return None  # what the model is shown of itself is not its sample
     chosen: RoleEcho | None = getattr(config, token.role)
     if chosen is None:
         return None

@@ -9,6 +9,9 @@ from torchtitan_rl.models.hf import ModelFolderError, read_hf_config
 from torchtitan_rl.tasks.tools import ToolCall
 from torchtitan_rl.types import Message
 
+MAX_DEPTH = 32
+"""How deeply the arguments of a tool call may be nested."""
+
 
 class ChatRenderer:
     """The renderer and tokenizer of one HF folder.
@@ -27,7 +30,8 @@ class ChatRenderer:
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
             # By model type: the package's own choice goes by hub names, which a folder has not.
-            known = {"qwen3": Qwen3RendererConfig(enable_thinking=thinking)}
+            qwen3 = Qwen3RendererConfig(enable_thinking=thinking)
+            known = {"qwen3": qwen3, "qwen3_moe": qwen3}
             self._renderer = create_renderer(self.tokenizer, known.get(config["model_type"]))
         except (OSError, ValueError, AssertionError) as error:
             raise ModelFolderError(
@@ -58,7 +62,9 @@ class ChatRenderer:
         bridged = self._renderer.bridge_to_next_turn(
             turn.prompt_token_ids, turn.token_ids, messages, tools=tools
         )
-        if bridged is None:
+        whole = turn.prompt_token_ids + turn.token_ids
+        # A turn that goes on behind an end of turn is cut back to that.
+        if bridged is None or list(bridged.token_ids[: turn.length]) != whole:
             return None
         added = _attributions(bridged)
         if added is None or turn.attributions is None:
@@ -77,14 +83,14 @@ class ChatRenderer:
         """What the model has sampled as a message, and the tools it calls in it, well or badly."""
         try:
             parsed = self._renderer.parse_response(token_ids)
+            calls = [self._tool_call(call) for call in parsed.tool_calls]
         except (ValueError, RecursionError) as error:  # untrusted JSON: endless digits or brackets
             text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
             problem = f"the call cannot be read: {type(error).__name__}"
             return {"role": "assistant", "content": text}, [ToolCall("", None, problem)]
-        message: Message = {"role": "assistant", "content": parsed.content}
+        message: Message = {"role": "assistant", "content": self.harmless(parsed.content)}
         if parsed.reasoning_content:
-            message["reasoning_content"] = parsed.reasoning_content
-        calls = [_tool_call(call) for call in parsed.tool_calls]
+            message["reasoning_content"] = self.harmless(parsed.reasoning_content)
         if calls:
             message["tool_calls"] = [
                 {"type": "function", "function": {"name": c.name, "arguments": c.arguments}}
@@ -92,11 +98,38 @@ class ChatRenderer:
             ]
         return message, calls
 
+    def _tool_call(self, parsed: Any) -> ToolCall:
+        name = self.harmless(parsed.name) if isinstance(parsed.name, str) else ""
+        if parsed.status.value == "ok" and name:
+            return ToolCall(name, self._defused(parsed.arguments))
+        problem = f"malformed call ({parsed.status.value})"
+        return ToolCall(name, self.harmless(parsed.raw), problem)
+
+    def _defused(self, value: Any, depth: int = 0) -> Any:
+        """JSON with harmless strings; what is nested too deeply to travel is refused."""
+        if depth > MAX_DEPTH:
+            raise ValueError(f"arguments are nested more than {MAX_DEPTH} deep")
+        match value:
+            case str():
+                return self.harmless(value)
+            case list():
+                return [self._defused(item, depth + 1) for item in value]
+            case dict():
+                return {
+                    self.harmless(key): self._defused(item, depth + 1)
+                    for key, item in value.items()
+                }
+        return value
+
     def reply(self, message: Message) -> list[int]:
         """Token ids the model would have sampled to say this, its end of turn included."""
+        if not message.get("tool_calls") and not message.get("reasoning_content"):
+            ids = self.tokenizer.encode(message["content"], add_special_tokens=False)
+            return [*ids, self._renderer.get_stop_token_ids()[0]]
         question: Message = {"role": "user", "content": "?"}
-        # Between two questions: the last message of a chat may be rendered in another way.
-        shown = self._renderer.render([question, message, question])
+        # With a tool's answer behind it: the last message of a chat may be rendered differently,
+        # and before a question its reasoning is left out.
+        shown = self._renderer.render([question, message, {"role": "tool", "content": "!"}])
         own = [i for i, index in enumerate(shown.message_indices) if index == 1]
         last = max(i for i in own if shown.sampled_mask[i])
         opening = self.prompt([question])[own[0] :]
@@ -106,18 +139,12 @@ class ChatRenderer:
         return ids[len(opening) :]
 
     def harmless(self, text: str) -> str:
-        """The text with no token in it that means something to the chat: untrusted text must not be
-        able to end a message and start another."""
+        """Valid text with no token in it that means something to the chat: untrusted text must not
+        be able to end a message and start another."""
+        text = text.encode(errors="replace").decode()  # lone surrogates, which JSON can spell
         for token in self._control_tokens:
             text = text.replace(token, f"{token[0]}\u200b{token[1:]}")
         return text
-
-
-def _tool_call(parsed: Any) -> ToolCall:
-    if parsed.status.value == "ok" and isinstance(parsed.name, str):
-        return ToolCall(parsed.name, parsed.arguments)
-    name = parsed.name if isinstance(parsed.name, str) else ""
-    return ToolCall(name, parsed.raw, problem=f"malformed call ({parsed.status.value})")
 
 
 def _attributions(rendered: Any) -> list[Attribution | None] | None:

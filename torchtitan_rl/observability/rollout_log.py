@@ -1,13 +1,15 @@
 """Every rollout of a run on disk, a file a step."""
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torchtitan_rl.rollout import Conversation, Group
+if TYPE_CHECKING:
+    from torchtitan_rl.rollout import Conversation, Group
 
 
 class RolloutLog:
@@ -24,18 +26,23 @@ class RolloutLog:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout-log")
         self._last: Future | None = None
 
-    def write(self, name: str, groups: Sequence[Group]) -> None:
+    def write(self, name: str, groups: "Sequence[Group]") -> None:
         """Save the groups' rollouts; an error of the write before this one is raised here."""
         if self._folder is None:
             return
-        if self._last is not None:
-            self._last.result()
+        self._check()
         records = [record for group in groups for record in _records(group)]
         self._last = self._thread.submit(_write, self._folder / f"{name}.jsonl", records)
 
     def close(self) -> None:
         """Wait for what is under way."""
         self._thread.shutdown()
+        self._check()
+
+    def _check(self) -> None:
+        last, self._last = self._last, None
+        if last is not None:
+            last.result()
 
 
 def _write(path: Path, records: Sequence[dict[str, Any]]) -> None:
@@ -43,12 +50,11 @@ def _write(path: Path, records: Sequence[dict[str, Any]]) -> None:
     temporary = path.with_suffix(".tmp")
     with temporary.open("w") as file:
         for record in records:
-            # A task's state may hold anything: what JSON cannot say is shown as Python does.
-            file.write(json.dumps(record, default=repr) + "\n")
+            file.write(json.dumps(record) + "\n")
     os.replace(temporary, path)
 
 
-def _records(group: Group) -> Iterator[dict[str, Any]]:
+def _records(group: "Group") -> Iterator[dict[str, Any]]:
     for number, conversation in enumerate(group.conversations):
         scored = group.scored[number]
         yield {
@@ -62,19 +68,29 @@ def _records(group: Group) -> Iterator[dict[str, Any]]:
             "heldout": conversation.heldout,
             **_conversation(conversation),
             "state": {
-                column: conversation.rollout.state.get(column)
+                column: _as_json(conversation.rollout.state.get(column))
                 for column in group.task.state_columns
             },
         }
 
 
-def _conversation(conversation: Conversation) -> dict[str, Any]:
+def _as_json(value: Any) -> Any:
+    """A task's state may hold anything: what JSON cannot say is shown as Python does."""
+    for shown in (lambda: value, lambda: repr(value)):
+        with contextlib.suppress(TypeError, ValueError, RecursionError):
+            json.dumps(shown())
+            return shown()
+    return f"a {type(value).__name__} that cannot be shown"
+
+
+def _conversation(conversation: "Conversation") -> dict[str, Any]:
     rollout = conversation.rollout
     return {
         "status": rollout.status,
         "turns": len(rollout.completions),
         "tokens": len(rollout.token_ids),
         "policy_version": rollout.policy_version,
+        "failure": rollout.failure,
         "tool_calls": rollout.outcomes,
         "messages": rollout.messages,
     }

@@ -9,7 +9,9 @@ FIXED = (
     *("seed:", "task.", "model:", "warm_start", "prompts_per_step:", "thinking:"),
     *("generator.sampling.", "advantage.", "trainer.loss.", "trainer.optimizer."),
     *("trainer.updates_per_step:", "trainer.max_grad_norm:", "trainer.dtype:", "reference.dtype:"),
-    *("trainer.overlong:", "trainer.router_replay:", "rollout.", "environment."),
+    *("trainer.overlong:", "trainer.router_replay:", "rollout."),
+    *("environment.timeout_seconds:", "environment.max_result_chars:"),
+    "generator.engine.max_model_len:",
 )
 """Settings that decide what a run computes: a resumed run keeps them."""
 
@@ -88,7 +90,9 @@ class RunFolder:
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(value, dict) or prefix.endswith(".kwargs"):
+    if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+        value = {str(number): item for number, item in enumerate(value)}
+    if not isinstance(value, dict) or prefix.endswith("kwargs"):
         return {prefix: value}
     flat: dict[str, Any] = {}
     for key, item in value.items():

@@ -36,11 +36,16 @@ class Mixture(Task):
                 raise ValueError(
                     f"task.weights needs a positive number for each of {names}; got {self.weights}"
                 )
-            if self.sampling or self.echo:
-                raise ValueError("a mixture has no sampling or echo: set them on its tasks")
+            if self.sampling or self.echo or not self.show_tools:
+                raise ValueError(
+                    "a mixture has no sampling, echo or show_tools: set them on its tasks"
+                )
 
         def parts(self) -> tuple[Task.Config, ...]:
             return tuple(self.tasks)
+
+        def without_echo(self) -> "Mixture.Config":
+            return replace(self, tasks=[task.without_echo() for task in self.tasks])
 
     config: Config
 

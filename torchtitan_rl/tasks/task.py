@@ -8,7 +8,7 @@ import hashlib
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -65,9 +65,21 @@ class Task(Configurable, ABC):
             """Of the tasks it is made of: itself, unless it is a mixture."""
             return (self,)
 
+        def without_echo(self) -> "Task.Config":
+            return replace(self, echo=None)
+
     config: Config
     state_columns: ClassVar[Sequence[str]] = ()
     """Entries of a conversation's state that are saved with its rollout."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        if "Config" not in cls.__dict__:
+            raise TypeError(
+                f"task {cls.__name__} needs a Config of its own, or {cls.__mro__[1].__name__} is "
+                f"built in its place: add `@dataclass(kw_only=True, slots=True) class "
+                f"Config({cls.__mro__[1].__name__}.Config)` with its name"
+            )
+        super().__init_subclass__(**kwargs)
 
     def __init__(self, config: Config, *, seed: int = 0) -> None:
         self.config = config
@@ -125,6 +137,8 @@ class Task(Configurable, ABC):
     def check(self) -> None:
         """Refuse settings that can do nothing, before anything starts."""
         echo = self.config.echo.tool if self.config.echo else None
+        if echo and not self.tools:
+            raise ValueError(f"echo.tool of task {self.name!r}: it has no tools")
         for name in (echo.tool_names if echo else None) or ():
             if name not in self.tools:
                 raise ValueError(
