@@ -14,9 +14,9 @@ version + S have groups, and `accepted + running` of one step never exceeds P. (
 
 The second bound alone would not give the first: a slow group could be overtaken by later ones until
 it is too old. So step t has to wait for all groups started at version t - S. That costs nothing: a
-stream that keeps the second bound full has started (S + (t - S) + 1) * P = (t + 1) * P groups by
-the end of version t - S, which is all that steps 0 to t train. So from step S on no schedule that
-keeps both bounds can train any other groups, and in the first S steps the order is ours to choose.
+stream that keeps the second bound full has (S + (t - S) + 1) * P = (t + 1) * P groups accepted or
+running at version t - S, and so many are all that steps 0 to t train. From step S on, then, the two
+bounds leave no choice; before, the order is ours.
 
 Which groups a step tries is a function of the step and of how its groups end, for every S: a
 resumed run, and a run with another S, sees the same prompts. (Oversampling trades that for speed.)
@@ -25,7 +25,7 @@ resumed run, and a run with another S, sees the same prompts. (Oversampling trad
 import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Generic
+from typing import Generic, get_args
 
 from torchtitan_rl.stream_plan import Kind, Plan, Running, StreamConfig, Untrained, Work
 
@@ -57,12 +57,10 @@ class RolloutStream(Generic[Work]):
         end_step: int | None = None,
     ) -> None:
         self.config, self._start_work, self._play, self._useful = config, start, play, useful
-        self.version, self.started = first_step, 0
-        self.counts: dict[Kind, int] = dict.fromkeys(
-            ("trained", "dropped", "failed", "timed_out", "cancelled"), 0
-        )
+        self.version = self._next = self._planned = first_step
+        self.started = 0
+        self.counts: dict[Kind, int] = dict.fromkeys(get_args(Kind), 0)
         self._plans: dict[int, Plan[Work]] = {}
-        self._next = self._planned = first_step
         self._end_step = end_step
         self._failures_in_a_row = 0
         self._untrained: list[Untrained[Work]] = []
@@ -105,7 +103,7 @@ class RolloutStream(Generic[Work]):
         self._open()
 
     def take_untrained(self) -> list[Untrained[Work]]:
-        """Groups that were dropped, failed, timed out or were cancelled since the last call."""
+        """Groups that ended otherwise since the last call: ask every step, or they pile up."""
         taken, self._untrained = self._untrained, []
         return taken
 
@@ -121,16 +119,14 @@ class RolloutStream(Generic[Work]):
     async def close(self) -> None:
         """Cancel all groups, and wait until they have cleaned up. Can be called twice."""
         if self._error is not None and not self._error_seen:
-            message = "the rollout stream was closed before a step could raise its error"
-            _report(message, self._error)
+            _report("the rollout stream was closed before a step met its error", self._error)
         self._error_seen = True
         self._break(RuntimeError("the rollout stream is closed"))
         for plan in self._plans.values():
             for group in list(plan.running.values()):
                 self._cancel(group, "the stream was closed")
             for index, work in plan.ready.items():
-                reason = "the stream was closed before its step"
-                self._record("cancelled", reason, work, index, plan.step)
+                self._record("cancelled", "the stream was closed", work, index, plan.step)
             plan.ready.clear()
         seconds = self.config.deadline_seconds
         if self._tasks and (late := (await asyncio.wait(self._tasks, timeout=seconds))[1]):
@@ -147,9 +143,8 @@ class RolloutStream(Generic[Work]):
 
     def _open(self) -> None:
         """Plan the steps that the version allows, and start their groups."""
-        end = self.version + self.config.max_offpolicy_steps + 1
-        end = end if self._end_step is None else min(end, self._end_step)
-        while self._planned < end and self._error is None:
+        last = self.version + self.config.max_offpolicy_steps
+        while self._error is None and self._planned <= last and self._planned != self._end_step:
             plan = self._plans[self._planned] = Plan(self._planned)
             self._planned += 1
             self._fill(plan)
@@ -186,7 +181,7 @@ class RolloutStream(Generic[Work]):
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if group.index not in group.plan.running:  # cancelled by us, and accounted for then
-            if error is not None:
+            if error is not None and task.cancelling():
                 _report(f"{task.get_name()} raised while it was cancelled", error)
         elif task.cancelled() and task.cancelling():
             self._leave(group, "cancelled", "from outside the stream")
@@ -226,9 +221,7 @@ class RolloutStream(Generic[Work]):
         self._leave(group, kind, reason)
         group.plan.failures += 1
         self._failures_in_a_row += 1
-        if cause is not None and not isinstance(
-            cause, Exception
-        ):  # SystemExit and the like: not a group's
+        if not isinstance(cause, Exception | None):  # SystemExit and the like
             self._break(cause)
         elif self._failures_in_a_row >= self.config.failures_allowed:
             last = f"the last of them {group.task.get_name()}: {reason}"
@@ -239,8 +232,11 @@ class RolloutStream(Generic[Work]):
 
     def _cancel(self, group: Running[Work], reason: str) -> None:
         # Accounted for now: a group that ignores its cancellation must not keep its slot.
-        self._leave(group, "cancelled", reason)
-        group.task.cancel()
+        stopped = group.task.cancel() or group.task.cancelled()
+        if stopped or (error := group.task.exception()) is None:
+            self._leave(group, "cancelled", reason)
+        else:
+            self._leave(group, "failed", _told(error))
 
     def _leave(self, group: Running[Work], kind: Kind | None = None, reason: str = "") -> None:
         """Free the group's slot. Without a kind it goes on to be trained."""
