@@ -171,6 +171,29 @@ def test_a_failed_group_is_recorded_once_and_replaced(ahead):
     assert ("cancelled", 3) in stream.log
 
 
+def test_a_straggler_that_had_failed_by_itself_is_a_failure():
+    async def play(work):
+        await asyncio.sleep(1)
+        if work.index == 1:
+            raise ValueError("at the very moment that the step was full")
+
+    stream = make_stream(play=play, prompts_per_step=1, oversample=1)
+    assert run(train(stream, 1))[0] == [0]
+    assert stream.take_untrained()[0].kind == "failed"
+
+
+def test_a_group_that_was_done_when_the_loop_came_to_its_timeout_was_in_time():
+    async def play(work):
+        if work.index == 0:
+            asyncio.get_running_loop().block(200)
+        else:
+            await asyncio.sleep(0)
+
+    stream = make_stream(play=play, prompts_per_step=2, end_step=1)
+    assert run(train(stream, 1)) == [[0, 1]]
+    assert stream.counts["trained"] == stream.started
+
+
 def test_failures_in_a_row_stop_the_run_with_the_last_reason():
     async def main():
         async def play(work):
@@ -281,15 +304,15 @@ def test_what_a_cancelled_group_raises_is_reported():
 
 def test_the_deadline_says_who_waits_for_what():
     async def main():
-        stream = make_stream(
-            dict.fromkeys((1, SPARES, SPARES + 1), HANG), prompts_per_step=2, deadline_seconds=250
-        )
+        spares = [SPARES + 4 * SPARES_PER_STEP + number for number in range(3)]
+        plays = dict.fromkeys((9, *spares), HANG)
+        stream = make_stream(plays, prompts_per_step=2, deadline_seconds=250, first_step=4)
         message = (
-            "step 0 waited 250 s: 1 of 2 groups are ready, 4 were started, 2 failed, and 1 run: "
-            f"group {SPARES + 1} for 50.0 s (started at version 0)"
+            "step 4 waited 250 s: 1 of 2 groups are ready, 4 were started, 2 failed, and 1 run: "
+            f"group {spares[1]} for 50.0 s (started at version 4)"
         )
         with pytest.raises(TimeoutError, match=re.escape(message)):
-            await stream.batch(0)
+            await stream.batch(4)
         await stream.close()
 
     run(main())
@@ -375,19 +398,3 @@ def test_a_group_that_ignores_its_cancellation_keeps_no_slot_and_close_names_it(
         assert balanced(stream)
 
     run(main())
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"prompts_per_step": 0}, "at least 1"),
-        ({"max_offpolicy_steps": -1}, "max_offpolicy_steps must not be negative"),
-        ({"oversample": -1}, "oversample must not be negative"),
-        ({"max_groups_per_step": 5, "oversample": 2}, r"\(5\) must be at least .*\(6\)"),
-        ({"timeout_seconds": 0}, "must be positive"),
-        ({"timeout_seconds": 60, "deadline_seconds": 60}, "shorter than deadline_seconds"),
-    ],
-)
-def test_a_config_that_cannot_work_says_why(wrong, message):
-    with pytest.raises(ValueError, match=message):
-        StreamConfig(**{"prompts_per_step": 4} | wrong)

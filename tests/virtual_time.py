@@ -42,6 +42,10 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._jumping.now
 
+    def block(self, seconds: float) -> None:
+        """As if the caller had computed for so long, and held up everyone else."""
+        self._jumping.now += seconds
+
 
 def run(main: Coroutine[Any, Any, Result], *, reports: int = 0) -> Result:
     """Run `main` in virtual time; fail on a deadlock, and unless this much was reported."""
