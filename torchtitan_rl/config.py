@@ -14,6 +14,7 @@ from torchtitan_rl.actors.trainer import Trainer
 from torchtitan_rl.algorithms.advantage import BASELINES, AdvantageConfig
 from torchtitan_rl.rollout import RolloutConfig
 from torchtitan_rl.sampling import SamplingConfig
+from torchtitan_rl.stream_plan import StreamConfig
 from torchtitan_rl.tasks.task import Task
 from torchtitan_rl.warm_start import WarmStartConfig
 
@@ -92,6 +93,10 @@ class RunConfig(Configurable.Config):
     """Write every rollout to the run's `rollouts` folder, a file a step."""
     deadline_seconds: float = 1800.0
     """Longest wait for any one answer of an actor."""
+    max_offpolicy_steps: int = 0
+    """How many training steps the weights that sample may be behind. 0: a step trains on what its
+    own weights have sampled, and a run can be repeated to the bit; more: generation goes on while
+    the trainer works."""
     most_untrainable_steps: int = 20
     """Stop after so many steps in a row in which no group had differing rewards."""
 
@@ -130,6 +135,7 @@ class RunConfig(Configurable.Config):
                 f"trainer.updates_per_step ({self.trainer.updates_per_step}) is more than "
                 f"prompts_per_step ({self.prompts_per_step}): each update takes whole groups"
             )
+        _ = self.stream  # which checks its own settings
         if not self.model and self.warm_start is None:
             raise ValueError("model is empty: give the path of an HF folder")
 
@@ -173,6 +179,23 @@ class RunConfig(Configurable.Config):
         most = self.sampling_of(task.config).max_tokens
         return (
             min(most * self.rollout.max_turns, self.limits.max_tokens) if task.interactive else most
+        )
+
+    @property
+    def streams(self) -> bool:
+        """Whether groups run by themselves, not all of a step together."""
+        rollout = self.rollout
+        return bool(self.max_offpolicy_steps or rollout.oversample or rollout.max_groups_per_step)
+
+    @property
+    def stream(self) -> StreamConfig:
+        return StreamConfig(
+            prompts_per_step=self.prompts_per_step,
+            max_offpolicy_steps=self.max_offpolicy_steps,
+            max_groups_per_step=self.rollout.max_groups_per_step,
+            oversample=self.rollout.oversample,
+            timeout_seconds=self.rollout.timeout_seconds,
+            deadline_seconds=self.deadline_seconds,
         )
 
     @property

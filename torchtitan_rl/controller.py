@@ -1,10 +1,12 @@
 """The run, in one file: roll out, score, turn into episodes, train, sync, evaluate.
 
-A step is synchronous: every completion it trains on was sampled with the weights it starts from.
-Prompts and seeds derive from the step number alone, so a resumed run continues exactly.
+By default a step is synchronous: what it trains on was sampled with the weights it starts from, and
+prompts and seeds derive from the step number alone, so a resumed run continues exactly. With
+max_offpolicy_steps, rollouts of later steps are under way while one trains.
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable
 from dataclasses import dataclass, replace
@@ -14,7 +16,9 @@ from typing import TypeVar
 from torchtitan.config import Configurable
 
 from torchtitan_rl.actors.environment import Request, Response
+from torchtitan_rl.actors.grader import is_reward_error
 from torchtitan_rl.actors.spawn import per_rank, start_monarch
+from torchtitan_rl.algorithms.advantage import group_advantages
 from torchtitan_rl.batching.grid import Grid, deal_groups, grid_metrics, make_grid
 from torchtitan_rl.batching.overlong import limit_length
 from torchtitan_rl.batching.reduction import weigh
@@ -33,15 +37,20 @@ from torchtitan_rl.observability.console import (
 )
 from torchtitan_rl.observability.metrics import flatten, merge_metrics
 from torchtitan_rl.observability.rollout_log import RolloutLog
-from torchtitan_rl.observability.rollouts import evaluation_metrics, rollout_metrics
+from torchtitan_rl.observability.rollouts import (
+    evaluation_metrics,
+    failure_metrics,
+    rollout_metrics,
+)
 from torchtitan_rl.observability.run_folder import RunFolder
 from torchtitan_rl.observability.sinks import MetricsLog
 from torchtitan_rl.platform import check_gpus
 from torchtitan_rl.rollout import Group, all_scored, check_prompt, roll_out
 from torchtitan_rl.routing import Experts
+from torchtitan_rl.stream import RolloutStream
 from torchtitan_rl.tasks.task import Example, Task
 from torchtitan_rl.types import Episode
-from torchtitan_rl.waiting import Clock, Interrupted, answer, together, unless
+from torchtitan_rl.waiting import Clock, Interrupted, answer, settled, unless
 
 Answer = TypeVar("Answer")
 
@@ -95,6 +104,7 @@ class Controller(Configurable):
         self.steps_done = 0
         self.policy_version = 0
         self.rollout_log = RolloutLog(self.folder.rollouts if config.save_rollouts else None)
+        self.stream: RolloutStream[Group] | None = None
         self.untrainable = UntrainableSteps(config.most_untrainable_steps)
         self.interrupted = asyncio.Event()
 
@@ -128,7 +138,7 @@ class Controller(Configurable):
         print_summary(self.folder)
 
     async def step(self, step: int) -> dict[str, float]:
-        """One synchronous step; returns what to log. Interruptible until training starts."""
+        """One step; returns what to log. Interruptible until training starts."""
         clock, stop, config = Clock(), self.interrupted, self.config
         evaluation: dict[str, float] = {}
         if step % config.evaluation.every == 0:
@@ -136,11 +146,7 @@ class Controller(Configurable):
                 evaluation = await unless(stop, self.evaluate())
         started = time.perf_counter()
 
-        groups = self.prompts(step)
-        with clock("generate"):
-            await unless(stop, self.roll_out(groups))
-        with clock("grade"):
-            await unless(stop, self.grade(groups))
+        groups = await unless(stop, self.rollouts(step, clock))
         batch = make_batch(groups, config.advantage, holdout_share=config.rollout.holdout_share)
         budget, overlong = config.trainer.tokens_per_microbatch, config.trainer.overlong
         episodes, training = limit_length(batch.episodes, budget, overlong)
@@ -156,12 +162,15 @@ class Controller(Configurable):
         with clock("sync"):
             if episodes:
                 await self.sync_weights()
+        if self.stream:
+            self.stream.advance(self.steps_done)
 
         seconds = time.perf_counter() - started
         self.rollout_log.write(f"step-{step:06d}", groups)
         tokens = sum(len(c.rollout.token_ids) for group in groups for c in group.conversations)
         return {
             **flatten(rollout_metrics(all_scored(groups), self.interactive)),
+            **self.count_failures(groups),
             **training,
             **evaluation,
             "episodes": len(episodes),
@@ -194,6 +203,52 @@ class Controller(Configurable):
             groups.append(group)
         return groups
 
+    async def rollouts(self, step: int, clock: Clock) -> list[Group]:
+        """The graded groups of a step; with a stream, they were started ahead of it."""
+        if self.stream:
+            with clock("generate"):
+                return await self.stream.batch(step)
+        groups = self.prompts(step)
+        with clock("generate"):
+            await self.roll_out(groups)
+        with clock("grade"):
+            await self.grade(groups)
+        return groups
+
+    def make_stream(self) -> RolloutStream[Group] | None:
+        """None where a step rolls out all its groups together: only so are runs repeatable."""
+        config = self.config
+        if not config.streams:
+            return None
+
+        async def play(group: Group) -> None:
+            await self.roll_out([group])
+            await self.grade([group])
+
+        return RolloutStream(
+            config.stream,
+            start=lambda i: self.groups("train", [self.task.train_example(i)], i)[0],
+            play=play,
+            useful=self.teaches if config.rollout.max_groups_per_step else None,
+            first_step=self.steps_done,
+            end_step=config.steps,
+        )
+
+    def teaches(self, group: Group) -> bool:
+        return any(group_advantages(self.config.advantage, group.scored, group.id))
+
+    def count_failures(self, groups: list[Group]) -> dict[str, float]:
+        """What came to nothing since the last step, by task; each is logged, once."""
+        failures = [failure for group in groups for failure in group.failures]
+        for ended in self.stream.take_untrained() if self.stream else ():
+            group = ended.work
+            if not group.failures:  # else it has said why itself
+                group.fail(ended.kind, ended.reason)
+            failures += group.failures
+        self.folder.log_failures(self.steps_done, failures)
+        died, self.crew.generators.deaths.since_step = self.crew.generators.deaths.since_step, 0
+        return {**failure_metrics(failures, self.tasks), "generators/died": died}
+
     async def roll_out(self, groups: list[Group]) -> None:
         """Give each group its rollouts."""
         await roll_out(
@@ -220,9 +275,18 @@ class Controller(Configurable):
             )
             for group in groups
         ]
-        scores = await self.answer("the grader to score", together(*calls))
+        scores = await self.answer("the grader to score", settled(*calls))
         for group, scored in zip(groups, scores, strict=True):
-            group.scored = scored
+            if not isinstance(scored, BaseException):
+                group.scored = scored
+            elif is_reward_error(scored):
+                group.conversations, group.scored = [], []
+                group.fail("failed", str(scored.exception))
+            else:
+                raise scored
+        errors = [score for score in scores if isinstance(score, BaseException)]
+        if errors and len(errors) == len(scores):
+            raise errors[0]  # no accident: nothing can be learned from this
 
     async def train(self, episodes: list[Episode]) -> dict[str, float]:
         """Optimizer steps on these episodes: one, unless trainer.updates_per_step says more."""
@@ -322,6 +386,7 @@ class Controller(Configurable):
             if self.config.resume:
                 console.print(f"resuming after {self.steps_done} steps", markup=False)
             await self.sync_weights()
+            self.stream = self.make_stream()
         except BaseException:
             await self.__aexit__()
             raise
@@ -329,4 +394,7 @@ class Controller(Configurable):
 
     async def __aexit__(self, *_error: object) -> None:
         """Stop every process of the run."""
+        if self.stream:
+            with contextlib.suppress(TimeoutError):  # what does not end now, ends with the actors
+                await self.stream.close()
         await self.crew.stop()

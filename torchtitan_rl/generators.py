@@ -177,6 +177,10 @@ class Generators:
             completions: list[Completion] = await self._answer("to sample", call)
             self.deaths.in_a_row = 0
             return completions
+        except asyncio.CancelledError:
+            if spawned is not None:  # not waited for: a message that gets lost costs only time
+                spawned.actor.cancel.broadcast([ask.name for ask in asks])
+            raise
         except (WorkerDiedError, ActorError) as error:
             if not _died(error):
                 raise

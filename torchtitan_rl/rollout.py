@@ -5,6 +5,7 @@ import copy
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torchtitan_rl.actors.environment import Request, Response
 from torchtitan_rl.conversation import Rendered, Turn
@@ -33,6 +34,13 @@ class RolloutConfig:
     """Most tokens of a conversation, prompt included; 0: generator.engine.max_model_len."""
     max_seconds: float = 600.0
     """Longest a conversation may last; looked at between turns, and a tool gets no longer."""
+    timeout_seconds: float = 1200.0
+    """Longest a group may take, graded and all, where groups run ahead of their step."""
+    oversample: int = 0
+    """Groups a step runs beyond those it needs; the slowest are cancelled when it has enough."""
+    max_groups_per_step: int = 0
+    """Sample on until prompts_per_step groups have an advantage that is not 0, or so many were
+    tried; 0: train on whatever comes."""
     holdout_share: float = 0.0
     """Share of the rollouts, by the hash of their names, that is measured and never trained on."""
 
@@ -44,6 +52,20 @@ class RolloutConfig:
             )
         if not 0 <= self.holdout_share < 1:
             raise ValueError(f"rollout.holdout_share must be in [0, 1); got {self.holdout_share}")
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Rollouts that came to nothing."""
+
+    task: str
+    group: str
+    kind: str
+    """`failed`, `timed_out`, `empty`, `dropped` (not useful) or `cancelled`."""
+    reason: str
+    rollouts: int
+    partial: bool = False
+    """Whether others of its group survive."""
 
 
 @dataclass(slots=True)
@@ -59,6 +81,28 @@ class Group:
     conversations: list["Conversation"] = field(default_factory=list)
     scored: list[ScoredCompletion] = field(default_factory=list)
     advantages: list[float] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+
+    def fail(self, kind: str, reason: str, rollouts: int | None = None) -> Failure:
+        """Note that some of its rollouts, or all, came to nothing."""
+        count = self.sampling.n if rollouts is None else rollouts
+        partial = rollouts is not None and bool(self.conversations)
+        failure = Failure(self.task.name, self.id, kind, reason, count, partial)
+        self.failures.append(failure)
+        return failure
+
+    def bury(self) -> None:
+        """Go on with the conversations that came to an end; if the task scores a group as a whole,
+        with all or none."""
+        dead = [c for c in self.conversations if c.failed]
+        self.conversations = [c for c in self.conversations if not c.failed]
+        if dead and self.task.group_scoring and self.conversations:
+            rest, self.conversations = len(self.conversations), []
+            self.fail("failed", "another sample of its group failed", rest)
+        for conversation in dead:
+            assert conversation.failed is not None
+            kind, reason = conversation.failed
+            self.fail(kind, reason, rollouts=1)
 
 
 class Conversation:
@@ -82,6 +126,8 @@ class Conversation:
         self.calls: list[ToolCall] = []
         self.started = time.monotonic() if started is None else started
         self.heldout = False
+        self.failed: tuple[str, str] | None = None
+        """Kind and reason, if it came to nothing."""
         self.rollout = Rollout(
             completions=[],
             messages=list(group.example.messages),
@@ -101,6 +147,9 @@ class Conversation:
 
     def take(self, completion: Completion) -> bool:
         """The model's turn; returns whether the task is to respond to it."""
+        if not completion.token_ids or completion.finish_reason == "abort":
+            self.failed = ("empty", f"nothing was sampled ({completion.finish_reason})")
+            return False
         self.turns.append(
             Turn.after(
                 self.shown,
@@ -156,6 +205,14 @@ class Conversation:
             return self._end("token_limit")
         return self._seconds_left > 0 or self._end("time_limit")
 
+    def goes_on(self, turn: Callable[[Any], bool], said: Any) -> bool:
+        """`take` or `hear`; one that raises is the end of this conversation and of no other."""
+        try:
+            return turn(said)
+        except Exception as error:  # of a renderer, on words that nobody has foreseen
+            self.failed = ("failed", f"{type(error).__name__}: {error}")
+            return False
+
     def _harmless(self, message: Message) -> Message:
         return {
             key: self.renderer.harmless(value) if isinstance(value, str) else value
@@ -210,7 +267,7 @@ async def roll_out(
     """
     started = time.monotonic()
     for group in groups:
-        group.conversations = []
+        group.conversations, group.failures = [], []
     first = await sample(
         [group.shown.token_ids for group in groups],
         [fitted(group.sampling, group.shown, limits) for group in groups],
@@ -223,17 +280,17 @@ async def roll_out(
         number = len(group.conversations)
         conversation = Conversation(group, number, renderer, limits, started=started)
         group.conversations.append(conversation)
-        if conversation.take(completion):
+        if conversation.goes_on(conversation.take, completion):
             talking.append(conversation)
     while talking:
         responses = await respond([c.request for c in talking])
         listening = []
         for conversation, response in zip(talking, responses, strict=True):
-            if conversation.hear(response):
+            if conversation.goes_on(conversation.hear, response):
                 listening.append(conversation)
             await asyncio.sleep(0)  # rendering takes a while: let others in between
         if not listening:
-            return
+            break
         completions = await sample(
             [c.shown.token_ids for c in listening],
             [c.sampling for c in listening],
@@ -243,5 +300,7 @@ async def roll_out(
         talking = [
             conversation
             for conversation, completion in zip(listening, completions, strict=True)
-            if conversation.take(completion)
+            if conversation.goes_on(conversation.take, completion)
         ]
+    for group in groups:
+        group.bury()

@@ -60,6 +60,15 @@ async def together(*work: Awaitable[Answer]) -> list[Answer]:
         await _cancel(*tasks)
 
 
+async def settled(*work: Awaitable[Answer]) -> list[Answer | BaseException]:
+    """Await all, whatever becomes of them: for each its answer, or its error."""
+    tasks = [_task(w) for w in work]
+    try:
+        return list(await asyncio.gather(*tasks, return_exceptions=True))
+    finally:
+        await _cancel(*tasks)
+
+
 async def _cancel(*tasks: asyncio.Future) -> None:
     for task in tasks:
         task.cancel()

@@ -164,6 +164,7 @@ def supervised(config: "Controller.Config", work: Path) -> "Controller.Config":
         task=config.task.without_echo(),
         # What may change between two attempts at one model must not stand in its way.
         rollout=RolloutConfig(),
+        max_offpolicy_steps=0,
         environment=Environment.Config(),
         steps=warm.steps,
         prompts_per_step=1,

@@ -51,6 +51,8 @@ class EngineConfig:
     """Memory of the KV cache."""
     enforce_eager: bool = False
     """Skip torch.compile and CUDA graphs. Always on for a CPU."""
+    drain: bool = False
+    """Finish requests in flight before new weights are served; else they go on with these."""
     return_routed_experts: bool = False
     """Return the experts each token went to, for router replay; mixtures of experts only."""
 
@@ -81,6 +83,7 @@ class _Call:
     """One `generate` call in flight: filled request by request, resolved as a whole."""
 
     future: Future
+    names: frozenset[str]
     completions: list[Completion | None]
     missing: int
     request_ids: list[str]
@@ -126,6 +129,9 @@ class Engine:
         self._dead: BaseException | None = None
         self._routing: RoutingSource | None = None
         self.policy_version = 0
+        self._open = asyncio.Event()
+        self._open.set()
+        self._in_flight: set[asyncio.Future] = set()
         started: Future[None] = Future()
         self._thread = threading.Thread(
             target=self._run, args=(started,), name="vllm-engine", daemon=True
@@ -144,18 +150,38 @@ class Engine:
         """All samples of all prompts, ordered by prompt, then sample. `sampling` is for all of
         them, or a list has one for each."""
         samplings = sampling if isinstance(sampling, list) else [sampling] * len(prompts)
-        call = _Call(Future(), [], 0, [])
+        await self._open.wait()  # weights are waiting for the engine to be empty
+        call = _Call(Future(), frozenset(group_ids), [], 0, [])
+        made = asyncio.wrap_future(call.future)
+        self._in_flight.add(made)
         try:
             await self._between_steps(lambda: self._add(call, prompts, samplings, group_ids))
-            return await asyncio.wrap_future(call.future)
+            return await made
         except asyncio.CancelledError:
             # Nobody waits for these any more; do not let them take the engine's time.
             self._submit(lambda: self._abort(call))
             raise
+        finally:
+            made.cancel()
+            self._in_flight.discard(made)
+
+    async def cancel(self, group_ids: list[str]) -> None:
+        """End the calls that these groups are part of: nobody waits for them any more."""
+        await self._between_steps(lambda: self._cancel(frozenset(group_ids)))
 
     async def pull_weights(self, handle: WeightHandle) -> None:
-        """Swap in published weights between two steps; requests in flight go on with them."""
-        await self._between_steps(lambda: self._swap(handle))
+        """Swap in published weights between two steps. Requests in flight go on with them, or are
+        finished before, if `EngineConfig.drain` says so."""
+        if not self._config.drain:
+            await self._between_steps(lambda: self._swap(handle))
+            return
+        self._open.clear()
+        try:
+            while self._in_flight:
+                await asyncio.wait(set(self._in_flight))
+            await self._between_steps(lambda: self._swap(handle))
+        finally:
+            self._open.set()
 
     def close(self) -> None:
         """Stop the thread; whoever still waits, or asks later, gets an error."""
@@ -332,6 +358,13 @@ class Engine:
         self._engine.abort_request(call.request_ids)
         if self._routing:
             self._routing.drop(call.request_ids)
+
+    def _cancel(self, names: frozenset[str]) -> None:
+        for call in {id(slot.call): slot.call for slot in self._slots.values()}.values():
+            if call.names & names:
+                self._abort(call)
+                if not call.future.done():
+                    call.future.set_exception(RuntimeError("nobody waits for this any more"))
 
     def _swap(self, handle: WeightHandle) -> None:
         try:

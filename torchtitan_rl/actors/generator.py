@@ -82,6 +82,11 @@ class VLLMGenerator(Actor, Configurable):
         )
 
     @concurrent_endpoint
+    async def cancel(self, group_ids: list[str]) -> None:
+        """End the calls that these groups are part of: nobody waits for them any more."""
+        await self.engine.cancel(group_ids)
+
+    @concurrent_endpoint
     async def pull_weights(self, handle: WeightHandle) -> int:
         """Serve the published weights from the next engine step on; returns their version."""
         await self.engine.pull_weights(handle)

@@ -4,9 +4,9 @@ import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
-from monarch.actor import Actor, concurrent_endpoint
+from monarch.actor import Actor, ActorError, concurrent_endpoint
 from torchtitan.config import Configurable
 
 from torchtitan_rl.tasks.task import Reward, Task
@@ -73,6 +73,11 @@ class Grader(Actor, Configurable):
         if error := call.exception():
             raise RewardError(f"{where} raised {type(error).__name__}: {error}") from error
         return check_rewards(completions, call.result(), where)
+
+
+def is_reward_error(error: BaseException) -> TypeGuard[ActorError]:
+    """Whether a grader's answer says that a reward function failed."""
+    return isinstance(error, ActorError) and isinstance(error.exception, RewardError)
 
 
 def check_rewards(

@@ -75,9 +75,8 @@ def step_line(step: int, values: Mapping[str, float]) -> str:
         if "echo_nll/mean" in values:
             parts.append(f"echo {values['echo_nll/mean']:.2f}")
         parts.append(f"{values['tokens_per_second']:5.0f} tok/s")
-        parts += [
-            f"{p} {values[f'time/{p}']:.2f} s" for p in ("generate", "grade", "train", "sync")
-        ]
+        phases = ("generate", "grade", "train", "sync")
+        parts += [f"{p} {values[f'time/{p}']:.2f} s" for p in phases if f"time/{p}" in values]
     for done in ("truncated", "dropped"):
         if count := values.get(f"overlong/{done}"):
             parts.append(f"│ {count:.0f} overlong episodes {done}")

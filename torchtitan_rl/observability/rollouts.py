@@ -2,10 +2,13 @@
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 from torchtitan_rl.observability.metrics import Distribution, Metrics, flatten
 from torchtitan_rl.types import Outcome, Rollout, ScoredCompletion, Status
+
+if TYPE_CHECKING:
+    from torchtitan_rl.rollout import Failure
 
 
 def rollout_metrics(
@@ -54,6 +57,24 @@ def _conversation_values(sample: ScoredCompletion) -> dict[str, float]:
 def _rollout(sample: ScoredCompletion) -> Rollout:
     assert isinstance(sample.completion, Rollout)
     return sample.completion
+
+
+def failure_metrics(failures: Iterable["Failure"], tasks: Iterable[str]) -> dict[str, float]:
+    """What came to nothing: `rollouts/<kind>/<who>`, and groups that go on without some of their
+    samples, or not at all."""
+    counts: defaultdict[str, float] = defaultdict(float)
+    for who in ("all", *tasks):
+        for kind in ("failed", "timed_out", "empty"):
+            counts[f"rollouts/{kind}/{who}"] = 0.0
+    partial, dropped = defaultdict[str, set](set), defaultdict[str, set](set)
+    for failure in failures:
+        for who in ("all", failure.task):
+            counts[f"rollouts/{failure.kind}/{who}"] += failure.rollouts
+            (partial if failure.partial else dropped)[who].add(failure.group)
+    for who in ("all", *tasks):
+        counts[f"groups/partial/{who}"] = len(partial[who] - dropped[who])
+        counts[f"groups/dropped/{who}"] = len(dropped[who])
+    return dict(counts)
 
 
 def evaluation_metrics(scored: Iterable[tuple[str, ScoredCompletion]]) -> dict[str, float]:

@@ -2,14 +2,19 @@
 
 import json
 import os
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torchtitan_rl.rollout import Failure
 
 FIXED = (
     *("seed:", "task.", "model:", "warm_start", "prompts_per_step:", "thinking:"),
     *("generator.sampling.", "advantage.", "trainer.loss.", "trainer.optimizer."),
     *("trainer.updates_per_step:", "trainer.max_grad_norm:", "trainer.dtype:", "reference.dtype:"),
-    *("trainer.overlong:", "trainer.router_replay:", "rollout."),
+    *("trainer.overlong:", "trainer.router_replay:", "rollout.", "max_offpolicy_steps:"),
     *("environment.timeout_seconds:", "environment.max_result_chars:"),
     "generator.engine.max_model_len:",
 )
@@ -84,6 +89,13 @@ class RunFolder:
     def latest_checkpoint(self) -> int | None:
         found = find_checkpoints(self.checkpoints)
         return found[-1] if found else None
+
+    def log_failures(self, step: int, failures: "Sequence[Failure]") -> None:
+        """A line for each, in logs/failures.jsonl."""
+        if failures:
+            with (self.logs / "failures.jsonl").open("a") as file:
+                for failure in failures:
+                    file.write(json.dumps({"step": step, **asdict(failure)}) + "\n")
 
     def log_file(self, who: str) -> str:
         return str(self.logs / f"{who}.log")

@@ -69,6 +69,8 @@ class Task(Configurable, ABC):
             return replace(self, echo=None)
 
     config: Config
+    group_scoring: ClassVar[bool] = False
+    """Whether `reward` needs all samples of a prompt: if one fails, the whole group is dropped."""
     state_columns: ClassVar[Sequence[str]] = ()
     """Entries of a conversation's state that are saved with its rollout."""
 
