@@ -229,7 +229,9 @@ def test_the_layout_by_table(lengths, dp_degree, budget, tokens, padding):
 def test_a_rank_without_an_episode_gets_padding_with_every_field_that_trains_nothing():
     experts = np.zeros((5, 2, 2), np.uint8)
     echo = [float("nan")] * 5
-    one = episode(ref_logprobs=[-1, -2], routed_experts=experts, echo_alpha=echo)
+    one = episode(
+        ref_logprobs=[-1, -2], token_versions=[0, 0], routed_experts=experts, echo_alpha=echo
+    )
     grid = make_grid([one], dp_degree=3, tokens_per_microbatch=8)
     ((real, *paddings),) = grid.cells
     assert real.real

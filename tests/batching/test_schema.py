@@ -22,12 +22,15 @@ from torchtitan_rl.batching.schema import (
 from torchtitan_rl.types import Episode, PerToken
 
 NAN = math.nan
-OPTIONAL = {"generator_logprobs", "ref_logprobs", "routed_experts", "echo_alpha"}
+OPTIONAL = {
+    *("generator_logprobs", "token_versions", "ref_logprobs", "routed_experts", "echo_alpha"),
+}
 
 
 def full_episode(**changes):
     """An episode with every optional field; its experts are the tokens' ids, and those plus one."""
-    one = episode(**{"ref_logprobs": [-0.25, -2.0], **changes})
+    versions = [3] * len(changes.get("token_ids", [4, 5]))
+    one = episode(**{"ref_logprobs": [-0.25, -2.0], "token_versions": versions, **changes})
     ids = np.array(one.prompt_token_ids + one.token_ids, dtype=np.uint8)
     echo = ([NAN, 0.5] + [NAN] * (len(ids) - 2)) if len(ids) > 2 else [NAN] * len(ids)
     experts = np.stack([ids, ids + 1], axis=-1)[:, None]
@@ -59,6 +62,7 @@ def values(stream):
         ("advantages", torch.float32, [0.5] * 5, 0.0),
         ("temperatures", torch.float32, [0.7] * 5, 1.0),
         ("weights", torch.float32, [0.25] * 5, 0.0),
+        ("token_versions", torch.int32, [-1, -1, -1, 3, 3], -1),
         ("ref_logprobs", torch.float32, [NAN, NAN, NAN, -0.25, -2.0], NAN),
         ("routed_experts", torch.uint8, [[[i, i + 1]] for i in range(1, 6)], [[0, 1]]),
         ("echo_alpha", torch.float32, [NAN, 0.5, NAN, NAN, NAN], NAN),
@@ -80,6 +84,7 @@ def test_every_field_of_the_schema_is_in_the_table_above():
         "advantages",
         "temperatures",
         "weights",
+        "token_versions",
         "ref_logprobs",
         "routed_experts",
         "echo_alpha",

@@ -1,0 +1,138 @@
+"""Runs whose rollouts are ahead of training, with generators that die and rewards that fail."""
+
+import asyncio
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+
+from tests.support import LowTokens, low_tokens
+from torchtitan_rl.controller import Controller
+from torchtitan_rl.rollout import RolloutConfig
+from torchtitan_rl.sampling import SamplingConfig
+from torchtitan_rl.types import Rollout
+
+
+class Moody(LowTokens):
+    """A reward function that raises for every fourth group."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(LowTokens.Config):
+        name: str = "moody"
+        always: bool = False
+
+    config: Config
+
+    def train_example(self, index: int):
+        example = super().train_example(index)
+        fails = self.config.always or index % 4 == 1
+        return replace(example, expected_answer="raise" if fails else None)
+
+    def reward(self, completions: Sequence[Rollout], expected_answer):
+        if expected_answer == "raise":
+            raise KeyError("no such answer")
+        return super().reward(completions, None)
+
+
+def config_for(folder, tiny_model, **changes):
+    base = low_tokens()
+    return replace(
+        replace(
+            base,
+            model=str(tiny_model),
+            prompts_per_step=4,
+            evaluation=replace(base.evaluation, every=100),
+            output_dir=str(folder),
+            run_name="run",
+        ),
+        **changes,
+    )
+
+
+async def steps(config, count, meanwhile=None):
+    async with Controller(config) as controller:
+        disturbing = asyncio.ensure_future(meanwhile(controller)) if meanwhile else None
+        rows = [await controller.step(step) for step in range(count)]
+        if disturbing:
+            disturbing.cancel()
+    return rows, controller
+
+
+@pytest.mark.timeout(240)
+async def test_generation_runs_ahead_and_survives_its_generators(tmp_path, tiny_model):
+    """Two generators, each killed at a random moment: every step trains all its groups, on tokens
+    that are at most one version old, and the logprobs still agree."""
+    long = SamplingConfig(n=4, max_tokens=60)
+    base = low_tokens()
+    config = config_for(
+        tmp_path,
+        tiny_model,
+        steps=12,
+        max_offpolicy_steps=1,
+        generator_replicas=2,
+        generator=replace(base.generator, sampling=long),
+    )
+    rng = random.Random(0)
+
+    async def kill(controller):
+        generators = controller.crew.generators
+        for victim in (0, 1):
+            await asyncio.sleep(rng.uniform(0.5, 2.0))
+            spawned = generators._replicas[victim].spawned
+            for process in spawned.processes:
+                process.kill()
+            async with generators._changed:
+                await generators._changed.wait_for(lambda: generators.deaths.total > victim)
+                await generators._changed.wait_for(lambda: len(generators._alive) == 2)
+
+    rows, controller = await steps(config, 12, kill)
+    assert [row["policy_version"] for row in rows] == list(range(1, 13))
+    assert all(row["episodes"] == 16 for row in rows)
+    assert all(row["mismatch/max"] <= 1e-4 for row in rows if row["policy_age/max"] == 0)
+    assert max(row["policy_age/max"] for row in rows) == 1
+    assert sum(row["generators/died"] for row in rows) == controller.crew.generators.deaths.total
+    assert controller.crew.generators.deaths.total >= 1
+    assert all(row["groups/dropped/all"] == 0 for row in rows)
+    assert not (tmp_path / "run" / "logs" / "failures.jsonl").exists()
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+async def test_reward_functions_that_fail_cost_their_group(tmp_path, tiny_model, ahead):
+    config = config_for(
+        tmp_path, tiny_model, task=Moody.Config(), steps=3, max_offpolicy_steps=ahead
+    )
+    rows, _ = await steps(config, 3)
+    assert sum(row["groups/dropped/moody"] for row in rows) >= 2
+    assert sum(row["rollouts/failed/all"] for row in rows) >= 8
+    # Where groups run ahead another one takes the place; else the step goes on without.
+    assert all(row["episodes"] == (16 if ahead else 12) for row in rows)
+    logged = [
+        json.loads(line)
+        for line in (tmp_path / "run" / "logs" / "failures.jsonl").read_text().splitlines()
+    ]
+    assert {record["task"] for record in logged} == {"moody"}
+    assert all("raised KeyError" in record["reason"] for record in logged)
+    assert len({record["group"] for record in logged}) == len(logged)
+
+
+async def test_a_reward_function_that_always_fails_ends_the_run(tmp_path, tiny_model):
+    config = config_for(tmp_path, tiny_model, task=Moody.Config(always=True), steps=3)
+    with pytest.raises(Exception, match="reward function of task 'moody'.*raised KeyError"):
+        await steps(config, 1)
+
+
+async def test_dynamic_sampling_keeps_what_teaches(tmp_path, tiny_model):
+    """Two samples of one token each: many groups have equal rewards, and others take their place."""
+    base = low_tokens()
+    config = config_for(
+        tmp_path,
+        tiny_model,
+        steps=2,
+        generator=replace(base.generator, sampling=SamplingConfig(n=2, max_tokens=1)),
+        rollout=RolloutConfig(max_groups_per_step=64),
+    )
+    rows, _ = await steps(config, 2)
+    assert all(row["episodes"] == 8 for row in rows)
+    assert sum(row.get("rollouts/dropped/all", 0) for row in rows) > 0
