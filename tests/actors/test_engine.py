@@ -11,10 +11,15 @@ import asyncio, sys
 from tests.support import small_engine
 from torchtitan_rl.actors.engine import Engine, EngineDiedError, SamplingConfig
 from torchtitan_rl.weight_sync.shm import ShmPublisher
+from safetensors.torch import load_file
 import torch
 
 engine = Engine(sys.argv[1], small_engine(), seed=0)
 long, short = SamplingConfig(n=4, max_tokens=100), SamplingConfig(n=1, max_tokens=2)
+
+def tokens_so_far():
+    requests = engine._engine.engine_core.engine_core.scheduler.requests
+    return [requests[s.vllm_id].num_output_tokens for s in engine._slots.values()]
 
 async def main():
     # A short call does not wait for a long one: they share the batch.
@@ -30,6 +35,49 @@ async def main():
     await asyncio.gather(first, queued, return_exceptions=True)
     assert len(await engine.generate([[3]], short, ["after"])) == 1
     assert not engine._slots
+
+    # By name too, from another process than the one that waits.
+    named = asyncio.create_task(engine.generate([[1, 2]], long, ["named"]))
+    while not engine._slots:
+        await asyncio.sleep(0.001)
+    await engine.cancel(["other"])
+    assert engine._slots
+    await engine.cancel(["named"])
+    assert not engine._slots
+    assert isinstance((await asyncio.gather(named, return_exceptions=True))[0], RuntimeError)
+
+    # Weights swapped in flight: every token knows which ones sampled it.
+    weights = ShmPublisher()
+    tensors = load_file(sys.argv[1] + "/model.safetensors")
+    handle = weights.publish(tensors.items(), version=1)
+    across = asyncio.create_task(engine.generate([[1, 2]], long, ["across"]))
+    while not engine._slots or min(tokens_so_far()) < 5:
+        await asyncio.sleep(0.001)
+    await engine.pull_weights(handle)
+    crossed = [c for c in await across if c.token_versions]  # others had ended before
+    assert crossed
+    for completion in crossed:
+        versions = completion.token_versions
+        assert versions == sorted(versions) and set(versions) == {0, 1}
+        assert len(versions) == len(completion.token_ids)
+        assert versions.count(0) >= 5 and completion.policy_version == 0
+    [after] = await engine.generate([[3]], short, ["new"])
+    assert after.token_versions is None and after.policy_version == 1
+
+    # Drained: requests in flight finish first, and new ones wait for the new weights.
+    engine._config.drain = True
+    handle = weights.publish(tensors.items(), version=2)
+    old = asyncio.create_task(engine.generate([[1, 2]], long, ["old"]))
+    while not engine._slots:
+        await asyncio.sleep(0.001)
+    swap = asyncio.create_task(engine.pull_weights(handle))
+    await asyncio.sleep(0)
+    new = asyncio.create_task(engine.generate([[3]], short, ["later"]))
+    assert {c.policy_version for c in await old} == {1}
+    assert [c.policy_version for c in await new] == [2]
+    assert swap.done() and all(c.token_versions is None for c in await old)
+    engine._config.drain = False
+    weights.close()
 
     # What fails while an answer is put together fails the call that waits for it.
     engine._decoded = lambda call: 1 / 0
