@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from torchtitan.config import Configurable
 
@@ -12,6 +12,7 @@ from torchtitan_rl.actors.grader import Grader
 from torchtitan_rl.actors.reference import Reference
 from torchtitan_rl.actors.trainer import Trainer
 from torchtitan_rl.algorithms.advantage import BASELINES, AdvantageConfig
+from torchtitan_rl.models.hf import check_experts, check_parallelism, read_hf_config
 from torchtitan_rl.rollout import RolloutConfig
 from torchtitan_rl.sampling import SamplingConfig
 from torchtitan_rl.stream_plan import StreamConfig
@@ -229,6 +230,20 @@ class RunConfig(Configurable.Config):
         """Optional fields of an episode that must be there, each with the setting that needs it."""
         replay = {"routed_experts": "trainer.router_replay"} if self.trainer.router_replay else {}
         return {**self.trainer.loss.needs(), **replay}
+
+    def checked_model(self) -> dict[str, Any]:
+        """The starting model's config.json, if the actors can run it as they are set up."""
+        hf_config = read_hf_config(self.model_folder)
+        for who, degree in (
+            ("trainer", self.trainer.parallelism.tensor_parallel_degree),
+            ("generator", self.generator.tensor_parallel_degree),
+            ("reference", self.reference.parallelism.tensor_parallel_degree),
+        ):
+            check_parallelism(hf_config, tensor_parallel=degree, who=who)
+        if self.generator.engine.return_routed_experts:
+            own = "generator.engine.return_routed_experts"
+            check_experts(hf_config, setting=self.needs().get("routed_experts", own))
+        return hf_config
 
     def notices(self) -> list[str]:
         """What the user should know about these settings before the run starts."""

@@ -26,7 +26,6 @@ from torchtitan_rl.batching.validation import require, validate
 from torchtitan_rl.config import RunConfig
 from torchtitan_rl.crew import Crew
 from torchtitan_rl.episodes import UntrainableSteps, make_batch
-from torchtitan_rl.models.hf import check_experts, check_parallelism, read_hf_config
 from torchtitan_rl.models.render import ChatRenderer
 from torchtitan_rl.observability.console import (
     StepProgress,
@@ -74,17 +73,8 @@ class Controller(Configurable):
         if not config.run_name:
             raise ValueError("run_name is empty: name the folder of the run under output_dir")
         check_gpus(sum(map(len, config.gpus)))
-        hf_config = read_hf_config(config.model_folder)
-        for who, degree in (
-            ("trainer", config.trainer.parallelism.tensor_parallel_degree),
-            ("generator", config.generator.tensor_parallel_degree),
-            ("reference", config.reference.parallelism.tensor_parallel_degree),
-        ):
-            check_parallelism(hf_config, tensor_parallel=degree, who=who)
+        hf_config = config.checked_model()
         self.needs = config.needs()
-        if config.generator.engine.return_routed_experts:
-            own = "generator.engine.return_routed_experts"
-            check_experts(hf_config, setting=self.needs.get("routed_experts", own))
         self.vocab_size: int = hf_config["vocab_size"]
         self.hidden_size: int = hf_config["hidden_size"]
         self.experts = Experts.of(hf_config)
@@ -265,7 +255,9 @@ class Controller(Configurable):
         return await self.answer("the environment to respond", call)
 
     async def grade(self, groups: list[Group]) -> None:
-        """Give each group its scored rollouts."""
+        """Give each group its scored rollouts. One whose reward function fails is lost; if that is
+        all of them, it is no accident."""
+        alive = [group for group in groups if group.conversations]
         calls = [
             self.crew.grader.actor.score.call_one(
                 [conversation.rollout for conversation in group.conversations],
@@ -273,20 +265,20 @@ class Controller(Configurable):
                 group_id=group.id,
                 task=group.task.name,
             )
-            for group in groups
+            for group in alive
         ]
         scores = await self.answer("the grader to score", settled(*calls))
-        for group, scored in zip(groups, scores, strict=True):
+        for group, scored in zip(alive, scores, strict=True):
             if not isinstance(scored, BaseException):
                 group.scored = scored
-            elif is_reward_error(scored):
-                group.conversations, group.scored = [], []
-                group.fail("failed", str(scored.exception))
-            else:
+                continue
+            if not is_reward_error(scored):
                 raise scored
-        errors = [score for score in scores if isinstance(score, BaseException)]
-        if errors and len(errors) == len(scores):
-            raise errors[0]  # no accident: nothing can be learned from this
+            group.conversations, group.scored = [], []
+            group.fail("failed", str(scored.exception))
+        if not any(group.scored for group in groups):
+            errors = [score for score in scores if isinstance(score, BaseException)]
+            raise errors[0] if errors else RuntimeError(groups[0].failures[0].reason)
 
     async def train(self, episodes: list[Episode]) -> dict[str, float]:
         """Optimizer steps on these episodes: one, unless trainer.updates_per_step says more."""

@@ -31,6 +31,8 @@ def make_batch(
     RL: only those of its tokens that echo are kept."""
     batch = Batch()
     for group in groups:
+        if not group.scored:
+            continue  # none of its rollouts came to anything
         group.advantages = group_advantages(advantage, group.scored, group.id)
         rl = any(group.advantages)
         for conversation, scored, value in zip(

@@ -267,7 +267,7 @@ async def roll_out(
     """
     started = time.monotonic()
     for group in groups:
-        group.conversations, group.failures = [], []
+        group.conversations, group.scored, group.failures = [], [], []
     first = await sample(
         [group.shown.token_ids for group in groups],
         [fitted(group.sampling, group.shown, limits) for group in groups],
