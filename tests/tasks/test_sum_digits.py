@@ -4,6 +4,7 @@ import random
 import re
 from dataclasses import dataclass
 
+import cloudpickle
 import pytest
 
 from torchtitan_rl.tasks.sum_digits import SumDigits
@@ -199,4 +200,19 @@ def test_a_task_without_a_config_of_its_own_is_refused():
     with pytest.raises(TypeError, match="task Mine needs a Config of its own, or SumDigits is"):
 
         class Mine(SumDigits):
-            pass
+            def expected(self, question):
+                return 0
+
+
+def test_a_task_of_a_notebook_travels():
+    class Mine(SumDigits):
+        @dataclass(kw_only=True, slots=True)
+        class Config(SumDigits.Config):
+            name: str = "mine"
+
+        def expected(self, question):
+            return 42
+
+    # By value, as a class of `__main__` does: in the other process it is built piece by piece.
+    travelled = cloudpickle.loads(cloudpickle.dumps(Mine.Config())).build()
+    assert (travelled.name, travelled.expected("1 2")) == ("mine", 42)

@@ -75,7 +75,9 @@ class Task(Configurable, ABC):
     """Entries of a conversation's state that are saved with its rollout."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        if "Config" not in cls.__dict__:
+        defined = [name for name in cls.__dict__ if not name.startswith("_")]
+        # Nothing defined: a class of a notebook that is being unpickled, which is filled later.
+        if defined and "Config" not in defined:
             raise TypeError(
                 f"task {cls.__name__} needs a Config of its own, or {cls.__mro__[1].__name__} is "
                 f"built in its place: add `@dataclass(kw_only=True, slots=True) class "
