@@ -23,6 +23,9 @@ from torchtitan_rl.weight_sync.handle import WeightHandle
 REMEMBERED_GROUPS = 10_000
 """Groups whose generator is remembered: their later turns find their prefix cached there."""
 
+START_ATTEMPTS = 3
+"""How often a successor is started."""
+
 
 class GeneratorsDiedError(RuntimeError):
     """Generators die faster than they can be replaced."""
@@ -244,11 +247,15 @@ class Generators:
         task.add_done_callback(self._replacing.discard)
 
     async def _replace(self, replica: Replica, dead: Spawned) -> None:
-        try:
-            await dead.stop()  # whatever is left of it
-            await self._start(replica)
-        except Exception as error:  # whoever waits for a generator is told
-            await self._give_up(error)
+        await dead.stop()  # whatever is left of it
+        for attempt in range(START_ATTEMPTS):
+            try:
+                await self._start(replica)
+                return
+            except Exception as error:
+                # Weights may have been overwritten by newer ones just as it read them.
+                if attempt == START_ATTEMPTS - 1:
+                    await self._give_up(error)  # whoever waits for a generator is told
 
     async def _give_up(self, error: BaseException) -> None:
         async with self._changed:

@@ -79,7 +79,12 @@ async def spawn_generator(
     """A generator that has loaded the HF folder `model` and is ready to sample."""
     env = worker_env(config.threads, role="generator", gpus=gpus)
     generator = await spawn(
-        VLLMGenerator, config, model=str(model), seed=seed, env=env, log_file=log_file
+        _actor_of(config, VLLMGenerator),
+        config,
+        model=str(model),
+        seed=seed,
+        env=env,
+        log_file=log_file,
     )
     return await _ready(generator, generator.actor.setup.call_one())
 
@@ -118,7 +123,7 @@ async def spawn_trainer(
     ranks = config.parallelism.world_size
     threads = config.threads or max(1, (os.cpu_count() or 1) // ranks)
     trainer = await spawn(
-        Trainer,
+        _actor_of(config, Trainer),
         config,
         model=str(model),
         steps=steps,
@@ -183,6 +188,11 @@ async def spawn(
     except BaseException:
         await _give_up(procs)
         raise
+
+
+def _actor_of(config: Any, default: type[Actor]) -> type[Actor]:
+    """The actor that a config is of; another one may stand in, such as a simulated one."""
+    return config._owner or default
 
 
 async def _give_up(procs: Any) -> None:

@@ -1,0 +1,135 @@
+"""What running ahead gains: a step's time synchronous, asynchronous, and the ideal
+max(generate, train + sync); and what the controller itself costs for each episode.
+
+With simulated actors, whose delays are declared: nothing but scheduling is measured.
+"""
+
+import asyncio
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from common import note, report
+
+from torchtitan_rl.actors.engine import EngineConfig
+from torchtitan_rl.actors.simulated import SimulatedGenerator, SimulatedTrainer
+from torchtitan_rl.actors.spawn import end_all_processes
+from torchtitan_rl.config import CheckpointConfig, EvaluationConfig
+from torchtitan_rl.controller import Controller
+from torchtitan_rl.models.tiny import write_tiny_model
+from torchtitan_rl.sampling import SamplingConfig
+from torchtitan_rl.tasks.task import Example, Task
+
+STEPS = 20
+WARM_UP = 3
+"""Steps that are not counted: a stream has to fill first."""
+
+
+class Coins(Task):
+    """Rewards by the parity of the first token: every step trains, and grading costs nothing."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Task.Config):
+        name: str = "coins"
+
+    config: Config
+
+    def train_example(self, index):
+        return Example([{"role": "user", "content": str(index)}], None)
+
+    def heldout_examples(self, count):
+        return [self.train_example(-1 - index) for index in range(count)]
+
+    def reward(self, completions, expected_answer):
+        return [float(c.token_ids[0] % 2) for c in completions]
+
+
+def recipe(folder: Path, **changes) -> Controller.Config:
+    base = Controller.Config(
+        model=str(folder / "model"),
+        task=Coins.Config(),
+        steps=STEPS + WARM_UP,
+        prompts_per_step=16,
+        generator=SimulatedGenerator.Config(
+            sampling=SamplingConfig(n=4, max_tokens=32),
+            engine=EngineConfig(max_model_len=256, max_num_seqs=100_000),
+            threads=1,
+        ),
+        trainer=SimulatedTrainer.Config(threads=1),
+        evaluation=EvaluationConfig(every=1000, prompts=1),
+        checkpoint=CheckpointConfig(every=1000),
+        save_rollouts=False,
+        output_dir=str(folder),
+        run_name="run",
+    )
+    return replace(base, **changes)
+
+
+async def run(config: Controller.Config, steps: int) -> list[dict[str, float]]:
+    """The metrics of each step, with its whole time."""
+    rows = []
+    async with Controller(config) as controller:
+        for step in range(steps):
+            started = time.perf_counter()
+            values = await controller.step(step)
+            rows.append({**values, "seconds": time.perf_counter() - started})
+    return rows[WARM_UP:]
+
+
+def mean(rows: list[dict[str, float]], *keys: str) -> float:
+    return statistics.mean(sum(row[key] for key in keys) for row in rows)
+
+
+async def simulated_overlap(folder: Path) -> None:
+    config = recipe(folder)
+    config = replace(
+        config,
+        generator=replace(config.generator, seconds_per_token=0.02, seconds_per_pull=0.02),
+        trainer=replace(config.trainer, seconds_per_step=0.5, seconds_per_publish=0.02),
+    )
+    measured = {}
+    for ahead in (0, 1):
+        named = replace(config, max_offpolicy_steps=ahead, run_name=f"ahead-{ahead}")
+        measured[ahead] = await run(named, STEPS + WARM_UP)
+        note(f"{ahead} steps ahead: {mean(measured[ahead], 'seconds'):.3f} s a step")
+    sync, ahead = measured[0], measured[1]
+    ideal = max(mean(sync, "time/generate"), mean(sync, "time/train", "time/sync"))
+    report("async_overlap", "overlap_of_ideal", "simulated", ideal / mean(ahead, "seconds"))
+    gain = mean(sync, "seconds") / mean(ahead, "seconds")
+    report("async_overlap", "async_vs_sync", "simulated", gain)
+
+
+async def controller_cost(folder: Path, episodes: int, ahead: int) -> None:
+    config = recipe(
+        folder,
+        prompts_per_step=episodes // 8,
+        max_offpolicy_steps=ahead,
+        run_name=f"cost-{episodes}-{ahead}",
+    )
+    sampling = replace(config.generator.sampling, n=8)
+    config = replace(config, generator=replace(config.generator, sampling=sampling))
+    rows = await run(config, (20 if episodes < 1000 else 6) + WARM_UP)
+    trained = statistics.mean(row["episodes"] for row in rows)
+    seconds = statistics.median(row["seconds"] for row in rows)
+    note(f"{episodes} episodes, {ahead} ahead: {seconds:.3f} s a step, {trained:.0f} trained")
+    case = f"{episodes} episodes, {ahead} ahead"
+    report("async_overlap", "controller_ms_per_episode", case, 1000 * seconds / episodes)
+
+
+async def main() -> None:
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        write_tiny_model(folder / "model", seed=0, weights=False)
+        await simulated_overlap(folder)
+        for episodes in (64, 4096):
+            for ahead in (0, 1):
+                await controller_cost(folder, episodes, ahead)
+
+
+if __name__ == "__main__":
+    try:
+        asyncio.run(main())
+    finally:
+        end_all_processes()

@@ -1,0 +1,167 @@
+"""A generator and a trainer without a model: declared delays and failures, to study scheduling.
+
+They stand where the real ones stand, as a choice in a recipe: with
+`generator=SimulatedGenerator.Config()` tokens are random, with `trainer=SimulatedTrainer.Config()`
+nothing is learned.
+"""
+
+import asyncio
+import itertools
+import os
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+from monarch.actor import Actor, concurrent_endpoint
+from torchtitan.config import Configurable
+
+from torchtitan_rl.actors.engine import sample_seed
+from torchtitan_rl.actors.generator import VLLMGenerator
+from torchtitan_rl.actors.trainer import Trainer
+from torchtitan_rl.batching.grid import Grid
+from torchtitan_rl.observability.metrics import Distribution, Metrics, merge_metrics
+from torchtitan_rl.sampling import SamplingConfig
+from torchtitan_rl.types import Completion
+from torchtitan_rl.weight_sync.handle import WeightHandle
+
+VOCABULARY = 250
+"""Tokens that any tokenizer has."""
+
+
+class SimulatedGenerator(Actor, Configurable):
+    """Samples random tokens, the same for the same seed, in the time it is told to take."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(VLLMGenerator.Config):
+        seconds_per_token: float = 0.0
+        """Of one completion; up to engine.max_num_seqs are decoded side by side."""
+        seconds_per_pull: float = 0.0
+        """To swap in new weights."""
+        failure_rate: float = 0.0
+        """Share of calls that fail."""
+        death_rate: float = 0.0
+        """Share of calls in which the process dies."""
+
+    def __init__(self, config: Config, *, model: str, seed: int) -> None:
+        self.config, self._seed = config, seed
+        self._fate = random.Random(f"{seed}/{os.getpid()}")
+        self._calls = itertools.count()
+
+    @concurrent_endpoint
+    async def setup(self) -> None:
+        self._version = 0
+        self._seats = asyncio.Semaphore(self.config.engine.max_num_seqs)
+
+    @concurrent_endpoint
+    async def generate(
+        self,
+        prompts: list[list[int]],
+        *,
+        sampling_config: SamplingConfig | list[SamplingConfig] | None = None,
+        group_ids: list[str] | None = None,
+    ) -> list[Completion]:
+        sampling = self.config.sampling if sampling_config is None else sampling_config
+        samplings = sampling if isinstance(sampling, list) else [sampling] * len(prompts)
+        names = group_ids or [f"call {next(self._calls)}/{i}" for i in range(len(prompts))]
+        if self._fate.random() < self.config.death_rate:
+            os._exit(1)
+        if self._fate.random() < self.config.failure_rate:
+            raise RuntimeError("a simulated failure")
+        return list(
+            await asyncio.gather(
+                *(
+                    self._complete(index, prompt, sampling, name, sample)
+                    for index, (prompt, sampling, name) in enumerate(
+                        zip(prompts, samplings, names, strict=True)
+                    )
+                    for sample in range(sampling.n)
+                )
+            )
+        )
+
+    async def _complete(
+        self, index: int, prompt: list[int], sampling: SamplingConfig, name: str, sample: int
+    ) -> Completion:
+        rng = random.Random(sample_seed(self._seed, name, sample))
+        ids = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, sampling.max_tokens))]
+        async with self._seats:
+            version = self._version
+            if self.config.seconds_per_token:
+                await asyncio.sleep(len(ids) * self.config.seconds_per_token)
+        logprobs = [-1.0] * len(ids) if sampling.logprobs else None
+        return Completion(version, index, prompt, " ".join(map(str, ids)), ids, logprobs, "stop")
+
+    @concurrent_endpoint
+    async def cancel(self, group_ids: list[str]) -> None:
+        """Nothing to save: waiting costs nothing."""
+
+    @concurrent_endpoint
+    async def pull_weights(self, handle: WeightHandle) -> int:
+        await asyncio.sleep(self.config.seconds_per_pull)
+        self._version = handle.version
+        return self._version
+
+
+class SimulatedTrainer(Actor, Configurable):
+    """Takes the time it is told to take, and counts versions."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        seconds_per_step: float = 0.0
+        """To train on a batch."""
+        seconds_per_publish: float = 0.0
+        """To snapshot the weights."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        model: str,
+        steps: int,
+        checkpoint_folder: str,
+        keep: int,
+        seed: int,
+    ) -> None:
+        self.config = config
+        self._checkpoints = Path(checkpoint_folder)
+
+    @concurrent_endpoint
+    async def setup(self, *, resume: bool) -> None:
+        self._version = 0
+
+    @concurrent_endpoint
+    async def steps_done(self) -> int:
+        return 0
+
+    @concurrent_endpoint
+    async def train_step(self, *grids: Grid) -> Metrics:
+        measured = merge_metrics([_ages(grid, self._version) for grid in grids])
+        await asyncio.sleep(self.config.seconds_per_step)
+        self._version += 1
+        return measured
+
+    @concurrent_endpoint
+    async def measure(self, grid: Grid) -> Metrics:
+        return _ages(grid, self._version)
+
+    @concurrent_endpoint
+    async def publish_weights(self) -> WeightHandle:
+        await asyncio.sleep(self.config.seconds_per_publish)
+        return WeightHandle(version=self._version, transport="shm", location=None, slots=())
+
+    @concurrent_endpoint
+    async def save(self, step: int) -> None:
+        """There is nothing to save."""
+
+    @concurrent_endpoint
+    async def export_hf(self, folder: str) -> None:
+        """There is nothing to export."""
+
+
+def _ages(grid: Grid, version: int) -> Metrics:
+    ages = [
+        version - cell.streams["token_versions"][cell.streams["loss_mask"]]
+        for row in grid.cells
+        for cell in row
+    ]
+    return merge_metrics({"policy_age": Distribution.of(tokens)} for tokens in ages)
