@@ -7,16 +7,18 @@ import math
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from torchtitan_rl import train
+from torchtitan_rl import recipes, train
 from torchtitan_rl.algorithms.objective import LossConfig, objective
 from torchtitan_rl.algorithms.policy_loss import LossInputs
 from torchtitan_rl.observability.sinks import read_metrics
 from torchtitan_rl.types import Completion, Rollout
+from torchtitan_rl.warm_start import WarmStartConfig
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -75,6 +77,20 @@ def test_the_task_with_a_tool_can_be_played(tmp_path, monkeypatch):
     said = Completion(0, 0, [1], str(example.expected_answer), [2], None, "stop")
     [reward] = task.reward([Rollout([said], [], "finished", state)], example.expected_answer)
     assert (reward.value, reward.correct) == (0.5, True)
+    config = replace(
+        recipes.build_recipe("echo_calculator_tiny", recipes.load_module()),
+        task=Guessing.Config(show_tools=False),
+        run_name="guessing",
+        output_dir=str(tmp_path),
+        warm_start=WarmStartConfig(cache_dir=str(tmp_path)),
+    )
+    train.check(config)  # the demonstration too
+
+
+def test_the_mixture_can_be_made(monkeypatch):
+    made: dict = {}
+    exec(block("mixing.py"), made)
+    assert list(made["task"].build(seed=0).members()) == ["calculator", "sum_digits"]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,14 @@ from tests.actors.tricky_tools import Plain, Tricky
 from torchtitan_rl.actors.environment import Environment, Response
 from torchtitan_rl.actors.spawn import spawn_environment
 from torchtitan_rl.models.render import ChatRenderer
-from torchtitan_rl.rollout import Conversation, Group, RolloutConfig, check_prompt, roll_out
+from torchtitan_rl.rollout import (
+    Conversation,
+    Group,
+    RolloutConfig,
+    check_prompt,
+    roll_out,
+    warn_of_failures,
+)
 from torchtitan_rl.sampling import SamplingConfig
 from torchtitan_rl.tasks.task import Example
 from torchtitan_rl.types import Completion
@@ -204,6 +211,18 @@ def test_an_answer_that_failed_ends_the_rollout_with_the_reason(renderer, failur
     conversation.take(Completion(0, 0, made.shown.token_ids, "hello", ids, None, "stop"))
     assert not conversation.hear(Response([], {}, [], failure))
     assert (conversation.rollout.status, conversation.rollout.failure) == (status, failure)
+
+
+def test_a_task_that_fails_is_warned_of_and_one_that_always_fails_ends_the_run(renderer, capsys):
+    made = group(renderer, "is answered")
+    made.conversations = [Conversation(made, i, renderer, LIMITS) for i in range(2)]
+    bad = made.conversations[0].rollout
+    bad.status, bad.failure = "environment_failed", "answer of task 'tricky' raised KeyError: 1"
+    warn_of_failures([made])
+    assert "1 of 2 rollouts of task 'tricky' failed: answer of task" in capsys.readouterr().out
+    made.conversations.pop()
+    with pytest.raises(RuntimeError, match="all rollouts of task 'tricky' failed: answer of"):
+        warn_of_failures([made])
 
 
 def test_every_conversation_has_a_state_of_its_own(renderer):

@@ -44,7 +44,7 @@ from torchtitan_rl.observability.rollouts import (
 from torchtitan_rl.observability.run_folder import RunFolder
 from torchtitan_rl.observability.sinks import MetricsLog
 from torchtitan_rl.platform import check_gpus
-from torchtitan_rl.rollout import Group, all_scored, check_prompt, roll_out
+from torchtitan_rl.rollout import Group, all_scored, check_prompt, roll_out, warn_of_failures
 from torchtitan_rl.routing import Experts
 from torchtitan_rl.stream import RolloutStream
 from torchtitan_rl.tasks.task import Example, Task
@@ -137,6 +137,7 @@ class Controller(Configurable):
         started = time.perf_counter()
 
         groups = await unless(stop, self.rollouts(step, clock))
+        warn_of_failures(groups)
         batch = make_batch(groups, config.advantage, holdout_share=config.rollout.holdout_share)
         budget, overlong = config.trainer.tokens_per_microbatch, config.trainer.overlong
         episodes, training = limit_length(batch.episodes, budget, overlong)
@@ -345,7 +346,8 @@ class Controller(Configurable):
         """Greedy accuracy and reward on the held-out prompts."""
         await self.roll_out(self.heldout)
         await self.grade(self.heldout)
-        self.rollout_log.write(f"step-{self.steps_done:06d}-evaluation", self.heldout)
+        name = f"step-{self.steps_done:06d}-evaluation"
+        self.rollout_log.write(name, self.heldout, split="evaluation")
         return evaluation_metrics(all_scored(self.heldout))
 
     async def save(self) -> None:

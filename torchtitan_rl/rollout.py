@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from torchtitan_rl.actors.environment import Request, Response
 from torchtitan_rl.conversation import Rendered, Turn
 from torchtitan_rl.models.render import ChatRenderer
+from torchtitan_rl.observability.console import console
 from torchtitan_rl.sampling import SamplingConfig
 from torchtitan_rl.tasks.task import Example, Task
 from torchtitan_rl.tasks.tools import ToolCall
@@ -240,16 +242,33 @@ def check_prompt(group: Group, limits: RolloutConfig) -> None:
     prompt = len(group.shown.token_ids)
     sampled = 1 if group.task.interactive else group.sampling.max_tokens
     if prompt + sampled > limits.max_tokens:
+        hint = ""
+        if group.task.shown_tools:
+            hint = "; or leave the description of its tools out, with show_tools=False of the task"
         raise ValueError(
             f"the prompt of group {group.id} has {prompt} tokens; with {sampled} to sample that is "
             f"more than a rollout may have, {limits.max_tokens}: raise "
-            "generator.engine.max_model_len (and rollout.max_tokens, if it is set)"
+            f"generator.engine.max_model_len (and rollout.max_tokens, if it is set){hint}"
         )
 
 
 def all_scored(groups: Sequence[Group]) -> list[tuple[str, ScoredCompletion]]:
     """Every sample with the name of its task."""
     return [(group.task.name, scored) for group in groups for scored in group.scored]
+
+
+def warn_of_failures(groups: Sequence[Group]) -> None:
+    """Say why rollouts ended because their task failed; if all of a task's did, it is broken."""
+    rollouts: defaultdict[str, list[Rollout]] = defaultdict(list)
+    for group in groups:
+        rollouts[group.task.name] += [c.rollout for c in group.conversations]
+    for task, its in rollouts.items():
+        failed = [r for r in its if r.status == "environment_failed"]
+        if failed and len(failed) == len(its):
+            raise RuntimeError(f"all rollouts of task {task!r} failed: {failed[0].failure}")
+        if failed:
+            count = f"{len(failed)} of {len(its)} rollouts of task {task!r}"
+            console.print(f"warning: {count} failed: {failed[0].failure}", markup=False)
 
 
 async def roll_out(

@@ -31,7 +31,7 @@ from torchtitan_rl.models.tiny import write_tiny_model
 from torchtitan_rl.observability.console import console, error_console, print_summary
 from torchtitan_rl.observability.run_folder import RunFolder
 from torchtitan_rl.waiting import Interrupted
-from torchtitan_rl.warm_start import ensure_starting_model
+from torchtitan_rl.warm_start import check_demonstrations, ensure_starting_model
 
 GRACE_SECONDS = 1.5
 """After Ctrl-C: time to finish the training step under way and to save."""
@@ -136,6 +136,8 @@ def check(config: Controller.Config) -> None:
             )
             trial = replace(config, model=str(stand_in))
         controller = Controller(trial)
+        if trial is not config:
+            check_demonstrations(controller)
     controller.folder.changes(config.resolved().to_dict())
 
 

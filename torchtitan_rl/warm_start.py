@@ -31,6 +31,7 @@ from torchtitan_rl.episodes import to_episodes
 from torchtitan_rl.models.render import ChatRenderer
 from torchtitan_rl.models.tiny import tiny_config, write_tiny_model
 from torchtitan_rl.observability.console import StepProgress, console
+from torchtitan_rl.plugins import nearest
 from torchtitan_rl.rollout import RolloutConfig
 from torchtitan_rl.tasks.task import Task
 from torchtitan_rl.types import Episode, Message
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from torchtitan_rl.controller import Controller
 
 
+MOST_CHECKED = 100
+"""Examples among which one of every task is looked for."""
 LEAST_ACCURACY = 0.1
 """Below this many groups have no sample to reward."""
 
@@ -230,10 +233,7 @@ def demonstration(controller: "Controller", index: int) -> list[Episode]:
     rng = random.Random(f"{controller.config.seed}/demonstration/{index}")
     said = task.demonstration(example, rng)
     messages = [{"role": "assistant", "content": said}] if isinstance(said, str) else said
-    try:
-        turns = taught_turns(controller.renderer, example.messages, messages, task.shown_tools)
-    except ValueError as error:
-        raise ValueError(f"demonstration of task {task.name!r}: {error}") from error
+    turns = taught_turns(controller.renderer, example.messages, messages, task.shown_tools)
     alphas, _ = turn_alphas(EchoConfig(assistant=RoleEcho()), turns)
     return to_episodes(
         merge_turns(turns, alphas),
@@ -244,6 +244,34 @@ def demonstration(controller: "Controller", index: int) -> list[Episode]:
         task=task.name,
         group_id=f"demonstration/{index}",
     )
+
+
+def check_demonstrations(controller: "Controller") -> None:
+    """Refuse a task that cannot be imitated, before anything starts."""
+    missing = set(controller.tasks)
+    for index in range(MOST_CHECKED):
+        example = controller.task.train_example(-1 - index)
+        name = example.task or controller.task.name
+        if name in missing:
+            missing.discard(name)
+            task = controller.tasks[name]
+            try:
+                _check_calls(task, task.demonstration(example, random.Random(0)))
+                demonstration(controller, index)
+            except Exception as error:  # of the user's own code
+                raise ValueError(f"demonstration of task {name!r}: {error}") from error
+        if not missing:
+            return
+
+
+def _check_calls(task: Task, said: str | list[Message]) -> None:
+    for message in said if isinstance(said, list) else ():
+        for call in message.get("tool_calls", ()):
+            function = call["function"]
+            if function["name"] not in task.tools:
+                known = nearest(function["name"], task.tools)
+                raise ValueError(f"it calls the tool {function['name']!r}; {known}")
+            task.tools[function["name"]].arguments(function["arguments"])
 
 
 def taught_turns(

@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from tests.actors.tricky_tools import Tricky, ended, until
-from torchtitan_rl.actors.tool_calls import Call
+from torchtitan_rl.actors.tool_calls import MOST_TRACEBACKS, Call
 from torchtitan_rl.actors.tool_workers import ProcessEndedError, Workers
 
 
@@ -71,6 +71,20 @@ async def test_a_nursery_that_died_is_replaced(workers, tmp_path: Path):
     await until(lambda: ended(worker))
     child.kill()  # which only the nursery could have known
     assert (await run(workers, "add", a=1)).text == "2"
+
+
+async def test_the_first_tracebacks_of_a_tool_are_logged(capfd):
+    workers = Workers(Tricky.Config(), seed=0)
+    await workers.start()
+    for _ in range(MOST_TRACEBACKS + 2):
+        result = await workers.run(Call("tricky", "fail", {}, {"message": "my bug"}), 30)
+        assert result.outcome == "raised"
+    workers.close()
+    logged = capfd.readouterr().err
+    assert "fail of task 'tricky'" in logged
+    assert "in fail" in logged
+    # One worker made all of them.
+    assert logged.count("ValueError: my bug") == MOST_TRACEBACKS
 
 
 async def test_a_task_that_cannot_be_built_says_why():

@@ -87,3 +87,14 @@ def test_the_summary_says_where_everything_is(tmp_path, capsys, monkeypatch):
         assert f" my-run/{what}\n" in printed
     bare = summary(tmp_path / "bare", [{"step": 0, "eval/accuracy": 0.4}], capsys)
     assert "rollouts" not in bare
+
+
+def test_a_step_line_tells_of_tool_calls_that_failed():
+    values = {"reward/all/mean": 0.5, "accuracy/all/mean": 0.5, "tokens_per_second": 10.0}
+    values |= {f"time/{phase}": 0.1 for phase in ("generate", "grade", "train", "sync")}
+    assert "tool calls" not in step_line(1, values)
+    values |= {"tool_calls/ok/all/mean": 1.5, "tool_calls/raised/all/mean": 0.5}
+    assert "25% of tool calls failed" in step_line(1, values)
+    values |= {"tool_calls/raised/all/mean": 0.0, "echo_nll/mean": 1.25}
+    assert "tool calls" not in step_line(1, values)
+    assert "echo 1.25" in step_line(1, values)

@@ -21,7 +21,11 @@ from torchtitan_rl.tasks.mixture import Mixture
 from torchtitan_rl.tasks.spelling import Spelling
 from torchtitan_rl.tasks.task import Example
 from torchtitan_rl.types import Completion, ScoredCompletion
-from torchtitan_rl.warm_start import WarmStartConfig, demonstration, ensure_starting_model
+from torchtitan_rl.warm_start import (
+    WarmStartConfig,
+    check_demonstrations,
+    ensure_starting_model,
+)
 
 ECHO = EchoConfig(tool=ToolEcho())
 
@@ -133,7 +137,12 @@ def test_every_rollout_is_saved(folder, straight):
     counted = [r for r in by_task["calculator"] if r["tool_calls"].count("ok")]
     assert counted
     assert all(r["state"] == {"operations": r["tool_calls"].count("ok")} for r in counted)
-    heldout = [r for step in range(4) for r in records(folder, "straight", step) if r["heldout"]]
+    heldout = [
+        r
+        for step in range(4)
+        for r in records(folder, "straight", step)
+        if r["split"] == "held out"
+    ]
     assert heldout
 
 
@@ -180,14 +189,22 @@ def test_whatever_a_state_holds_is_saved(tmp_path, value):
 
 def test_demonstrations_that_are_none_name_their_task(folder, monkeypatch):
     controller = Controller(config_for(folder, run="taught", resume=False))
+    check_demonstrations(controller)
     tool = {"role": "tool", "name": "spell", "content": "x"}
     own = {"role": "assistant", "content": "x"}
+
+    def calls(name, **arguments):
+        call = {"name": name, "arguments": arguments}
+        return [{**own, "tool_calls": [{"function": call}]}, tool, own]
+
+    spelling = controller.tasks["spelling"]
     for messages, said in (
         ([], "must start with an assistant message"),
         ([tool, own], "must start with an assistant message"),
         ([own, own], "two assistant messages in a row"),
+        (calls("spel", word="x"), "it calls the tool 'spel'; did you mean 'spell'"),
+        (calls("spell", words="x"), "wrong arguments of spell"),
     ):
-        for task in controller.tasks.values():
-            monkeypatch.setattr(task, "demonstration", lambda *_, messages=messages: messages)
-        with pytest.raises(ValueError, match=f"demonstration of task '.*': .*{said}"):
-            demonstration(controller, 0)
+        monkeypatch.setattr(spelling, "demonstration", lambda *_, said=messages: said)
+        with pytest.raises(ValueError, match=f"demonstration of task 'spelling': .*{said}"):
+            check_demonstrations(controller)

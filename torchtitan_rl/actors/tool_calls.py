@@ -7,6 +7,9 @@ Whatever a tool does or returns becomes a `Result`. The same code runs in a work
 import inspect
 import json
 import pickle
+import sys
+import traceback
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -14,6 +17,9 @@ from torchtitan_rl.tasks.task import Task
 from torchtitan_rl.tasks.tools import ArgumentsError, Tool
 from torchtitan_rl.types import Message, Outcome
 
+MOST_TRACEBACKS = 3
+"""Of one tool and one kind of error that a process writes to its log."""
+_LOGGED: Counter[tuple[str, str, str]] = Counter()
 ANSWERING_ROLES = ("user", "system", "tool")
 """Who may answer the model."""
 MAX_ERROR_CHARS = 500
@@ -103,6 +109,7 @@ def make(members: dict[str, Member], call: Call) -> Result:
             raise TypeError("returned something to await: declare it with `async def`")
         return _returned(call, returned)
     except BaseException as error:  # sys.exit() too
+        _log(call, error)
         return failed(error)
 
 
@@ -111,7 +118,17 @@ async def make_async(members: dict[str, Member], call: Call) -> Result:
     try:
         return _returned(call, await members[call.task].begin(call))
     except (Exception, SystemExit, KeyboardInterrupt) as error:  # these two would end the actor
+        _log(call, error)
         return failed(error)
+
+
+def _log(call: Call, error: BaseException) -> None:
+    """The first tracebacks of a kind: who wrote the tool wants to see them, but not a thousand."""
+    kind = (call.task, call.tool or "answer", type(error).__name__)
+    _LOGGED[kind] += 1
+    if _LOGGED[kind] <= MOST_TRACEBACKS and not isinstance(error, ArgumentsError):
+        print(f"{kind[1]} of task {call.task!r}:", file=sys.stderr)
+        traceback.print_exception(error)
 
 
 def _returned(call: Call, returned: Any) -> Result:

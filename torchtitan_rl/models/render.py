@@ -25,7 +25,9 @@ class ChatRenderer:
     def __init__(self, folder: str | Path, *, thinking: bool = False) -> None:
         from renderers import Qwen3RendererConfig, create_renderer
         from transformers import AutoTokenizer
+        from transformers.utils import logging
 
+        logging.set_verbosity_error()  # prompts that are too long get an error of our own
         config = read_hf_config(folder)
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)

@@ -74,6 +74,8 @@ def step_line(step: int, values: Mapping[str, float]) -> str:
         parts.append(f"accuracy {values['accuracy/all/mean']:4.0%}")
         if "echo_nll/mean" in values:
             parts.append(f"echo {values['echo_nll/mean']:.2f}")
+        if failed := failed_calls(values):
+            parts.append(f"{failed:.0%} of tool calls failed")
         parts.append(f"{values['tokens_per_second']:5.0f} tok/s")
         phases = ("generate", "grade", "train", "sync")
         parts += [f"{p} {values[f'time/{p}']:.2f} s" for p in phases if f"time/{p}" in values]
@@ -83,6 +85,17 @@ def step_line(step: int, values: Mapping[str, float]) -> str:
     if "eval/accuracy" in values:
         parts.append(f"│ held-out accuracy {values['eval/accuracy']:.1%}")
     return "  ".join(parts)
+
+
+def failed_calls(values: Mapping[str, float]) -> float:
+    """The share of tool calls that were not `ok`."""
+    calls = {
+        key.split("/")[1]: value
+        for key, value in values.items()
+        if key.startswith("tool_calls/") and key.endswith("/all/mean")
+    }
+    total = sum(calls.values())
+    return 1 - calls["ok"] / total if total else 0.0
 
 
 def print_summary(folder: RunFolder) -> None:

@@ -26,12 +26,12 @@ class RolloutLog:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout-log")
         self._last: Future | None = None
 
-    def write(self, name: str, groups: "Sequence[Group]") -> None:
+    def write(self, name: str, groups: "Sequence[Group]", *, split: str = "train") -> None:
         """Save the groups' rollouts; an error of the write before this one is raised here."""
         if self._folder is None:
             return
         self._check()
-        records = [record for group in groups for record in _records(group)]
+        records = [record for group in groups for record in _records(group, split)]
         self._last = self._thread.submit(_write, self._folder / f"{name}.jsonl", records)
 
     def close(self) -> None:
@@ -54,7 +54,7 @@ def _write(path: Path, records: Sequence[dict[str, Any]]) -> None:
     os.replace(temporary, path)
 
 
-def _records(group: "Group") -> Iterator[dict[str, Any]]:
+def _records(group: "Group", split: str) -> Iterator[dict[str, Any]]:
     for number, conversation in enumerate(group.conversations):
         scored = group.scored[number]
         yield {
@@ -65,7 +65,7 @@ def _records(group: "Group") -> Iterator[dict[str, Any]]:
             "correct": scored.correct,
             "reward_parts": scored.reward_parts,
             "advantage": group.advantages[number] if group.advantages else None,
-            "heldout": conversation.heldout,
+            "split": "held out" if conversation.heldout else split,
             **_conversation(conversation),
             "state": {
                 column: _as_json(conversation.rollout.state.get(column))

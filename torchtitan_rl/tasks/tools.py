@@ -89,7 +89,9 @@ def find_tools(task: object) -> dict[str, Tool]:
             try:
                 tools[name] = _describe(name, getattr(task, name))
             except Exception as error:  # a type that does not exist, or that pydantic cannot check
-                raise ValueError(f"tool {name!r} cannot be described: {error}") from error
+                raise ValueError(
+                    f"tool {name!r} of {type(task).__name__} cannot be described: {error}"
+                ) from error
     return tools
 
 
