@@ -10,7 +10,7 @@ from torchtitan_rl.algorithms.echo import Attribution, EchoConfig, RoleEcho, Too
 from torchtitan_rl.batching.schema import loss_mask
 from torchtitan_rl.batching.validation import validate
 from torchtitan_rl.conversation import Rendered, Turn
-from torchtitan_rl.episodes import UntrainableSteps, make_batch
+from torchtitan_rl.episodes import BatchFilter, UntrainableSteps, make_batch
 from torchtitan_rl.rollout import Conversation, Group, RolloutConfig
 from torchtitan_rl.sampling import SamplingConfig
 from torchtitan_rl.tasks.task import Example
@@ -187,3 +187,39 @@ def test_many_steps_without_an_episode_are_a_mistake():
     steps.count(nothing, [])
     with pytest.raises(RuntimeError, match=r"2 steps in a row.*rewards seen: \[0.0\]"):
         steps.count(nothing, [])
+
+
+def only_good(episodes, *, least: float = 1.0):
+    return [episode for episode in episodes if episode.reward >= least]
+
+
+def inventive(episodes):
+    return [*episodes, None]
+
+
+def clumsy(episodes):
+    raise KeyError("reward")
+
+
+def test_a_batch_filter_chooses_what_trains():
+    episodes = batch(group(ONE_TURN, TWO_TURNS, rewards=[1.0, 0.5])).episodes
+    assert BatchFilter()(episodes) == episodes
+    assert BatchFilter(name=f"{__name__}:only_good")(episodes) == episodes[:1]
+    lenient = BatchFilter(name=f"{__name__}:only_good", kwargs={"least": 0.5})
+    assert lenient(episodes) == episodes
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("inventive", "must return a list of episodes"), ("clumsy", "clumsy' raised KeyError")],
+)
+def test_a_bad_batch_filter_is_named(name, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        BatchFilter(name=f"{__name__}:{name}")([])
+
+
+def test_a_batch_filter_is_checked_before_anything_starts():
+    with pytest.raises(ValueError, match="has no function 'onlygood'; did you mean 'only_good'"):
+        BatchFilter(name=f"{__name__}:onlygood")
+    with pytest.raises(ValueError, match=r"cannot take kwargs.*it takes least"):
+        BatchFilter(name=f"{__name__}:only_good", kwargs={"most": 1.0})

@@ -12,6 +12,7 @@ from torchtitan_rl.actors.grader import Grader
 from torchtitan_rl.actors.reference import Reference
 from torchtitan_rl.actors.trainer import Trainer
 from torchtitan_rl.algorithms.advantage import BASELINES, AdvantageConfig
+from torchtitan_rl.episodes import BatchFilter
 from torchtitan_rl.models.hf import check_experts, check_parallelism, read_hf_config
 from torchtitan_rl.rollout import RolloutConfig
 from torchtitan_rl.sampling import SamplingConfig
@@ -78,6 +79,7 @@ class RunConfig(Configurable.Config):
     reference: Reference.Config = field(default_factory=Reference.Config)
     """The frozen starting model; spawned only when trainer.loss.ref_kl is on."""
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    batch_filter: BatchFilter = field(default_factory=BatchFilter)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     thinking: bool = False

@@ -140,7 +140,9 @@ class Controller(Configurable):
         warn_of_failures(groups)
         batch = make_batch(groups, config.advantage, holdout_share=config.rollout.holdout_share)
         budget, overlong = config.trainer.tokens_per_microbatch, config.trainer.overlong
-        episodes, training = limit_length(batch.episodes, budget, overlong)
+        chosen = config.batch_filter(batch.episodes)
+        episodes, training = limit_length(chosen, budget, overlong)
+        training["episodes_filtered"] = len(batch.episodes) - len(chosen)
         if batch.unattributed:
             training["echo_unattributed"] = batch.unattributed
         self.untrainable.count(groups, episodes)

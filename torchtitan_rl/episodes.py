@@ -1,13 +1,14 @@
 """What the trainer learns from a step's rollouts. Pure."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torchtitan_rl.algorithms.advantage import AdvantageConfig, group_advantages
 from torchtitan_rl.algorithms.echo import EchoConfig, call_filter
 from torchtitan_rl.conversation import NOBODY, Sample, Turn, merge_turns, turn_alphas
+from torchtitan_rl.plugins import check_arguments, resolve
 from torchtitan_rl.rollout import Group
 from torchtitan_rl.tasks.task import is_heldout
 from torchtitan_rl.types import Episode, Rollout
@@ -56,6 +57,42 @@ def make_batch(
             )
     _level(batch.episodes + batch.heldout)
     return batch
+
+
+@dataclass(kw_only=True, slots=True)
+class BatchFilter:
+    """A function of your own that chooses what trains."""
+
+    name: str = ""
+    """`package.module:function` of a step's episodes that returns those to train on; empty: all."""
+    kwargs: dict[str, float | str] = field(default_factory=dict)
+    """Keyword arguments of the function."""
+
+    def __post_init__(self) -> None:
+        if self.name:
+            function: Callable = resolve(self.name, {}, what="batch filter")
+            check_arguments(self.name, function, self.kwargs, what="batch filter")
+
+    def __call__(self, episodes: list[Episode]) -> list[Episode]:
+        """The episodes that are kept; an error of the function, or in what it returns, names it.
+
+        Example:
+            BatchFilter(name="my_filters:only_short", kwargs={"tokens": 64})(episodes)
+        """
+        if not self.name:
+            return episodes
+        function: Callable = resolve(self.name, {}, what="batch filter")
+        try:
+            kept = function(list(episodes), **self.kwargs)
+        except Exception as error:
+            told = f"raised {type(error).__name__}: {error}"
+            raise ValueError(f"batch filter {self.name!r} {told}") from error
+        known = {id(episode) for episode in episodes}
+        if not isinstance(kept, list) or any(id(episode) not in known for episode in kept):
+            raise TypeError(
+                f"batch filter {self.name!r} must return a list of episodes that it was given"
+            )
+        return kept
 
 
 def echoing_samples(

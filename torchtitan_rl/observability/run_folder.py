@@ -15,6 +15,7 @@ FIXED = (
     *("generator.sampling.", "advantage.", "trainer.loss.", "trainer.optimizer."),
     *("trainer.updates_per_step:", "trainer.max_grad_norm:", "trainer.dtype:", "reference.dtype:"),
     *("trainer.overlong:", "trainer.router_replay:", "rollout.", "max_offpolicy_steps:"),
+    "batch_filter.",
     *("environment.timeout_seconds:", "environment.max_result_chars:"),
     "generator.engine.max_model_len:",
 )
