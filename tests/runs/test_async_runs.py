@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from tests.support import LowTokens, low_tokens
+from tests.support import LowTokens, low_tokens, small_engine
+from torchtitan_rl.actors.simulated import SimulatedGenerator, SimulatedTrainer
 from torchtitan_rl.controller import Controller
 from torchtitan_rl.rollout import RolloutConfig
 from torchtitan_rl.sampling import SamplingConfig
@@ -36,8 +37,13 @@ class Moody(LowTokens):
         return super().reward(completions, None)
 
 
-def config_for(folder, tiny_model, **changes):
+def config_for(folder, tiny_model, *, simulated=False, **changes):
     base = low_tokens()
+    if simulated:  # where neither what is sampled nor what is learned matters
+        generator = SimulatedGenerator.Config(
+            sampling=changes.pop("sampling", base.generator.sampling), engine=small_engine()
+        )
+        base = replace(base, generator=generator, trainer=SimulatedTrainer.Config(threads=1))
     return replace(
         replace(
             base,
@@ -102,7 +108,12 @@ async def test_generation_runs_ahead_and_survives_its_generators(tmp_path, tiny_
 @pytest.mark.parametrize("ahead", [0, 1])
 async def test_reward_functions_that_fail_cost_their_group(tmp_path, tiny_model, ahead):
     config = config_for(
-        tmp_path, tiny_model, task=Moody.Config(), steps=3, max_offpolicy_steps=ahead
+        tmp_path,
+        tiny_model,
+        simulated=True,
+        task=Moody.Config(),
+        steps=3,
+        max_offpolicy_steps=ahead,
     )
     rows, _ = await steps(config, 3)
     assert sum(row["groups/dropped/moody"] for row in rows) >= 2
@@ -119,19 +130,20 @@ async def test_reward_functions_that_fail_cost_their_group(tmp_path, tiny_model,
 
 
 async def test_a_reward_function_that_always_fails_ends_the_run(tmp_path, tiny_model):
-    config = config_for(tmp_path, tiny_model, task=Moody.Config(always=True), steps=3)
+    broken = Moody.Config(always=True)
+    config = config_for(tmp_path, tiny_model, simulated=True, task=broken, steps=3)
     with pytest.raises(Exception, match=r"reward function of task 'moody'.*raised KeyError"):
         await steps(config, 1)
 
 
 async def test_dynamic_sampling_keeps_what_teaches(tmp_path, tiny_model):
     """Samples of one token: many groups have equal rewards, and others take their place."""
-    base = low_tokens()
     config = config_for(
         tmp_path,
         tiny_model,
+        simulated=True,
+        sampling=SamplingConfig(n=2, max_tokens=1),
         steps=2,
-        generator=replace(base.generator, sampling=SamplingConfig(n=2, max_tokens=1)),
         rollout=RolloutConfig(max_groups_per_step=64),
     )
     rows, _ = await steps(config, 2)

@@ -47,7 +47,7 @@ def config_for(folder, *, run="run", **changes):
         base,
         model="",
         warm_start=WarmStartConfig(
-            steps=80, enough_accuracy=1.0, evaluate_every=80, cache_dir=str(folder / "models")
+            steps=70, enough_accuracy=1.0, evaluate_every=70, cache_dir=str(folder / "models")
         ),
         task=Mixture.Config(tasks=tasks, weights=[2.0, 1.0]),
         prompts_per_step=6,
