@@ -193,7 +193,7 @@ def worlds(draw, oversample=st.integers(0, 2), ahead=st.integers(0, 4)):
     )
 
 
-@many(max_examples=2000)
+@many(max_examples=1000)
 @given(worlds())
 def test_every_run_ends_within_the_bounds_and_accounts_for_every_group(world):
     async def main():
@@ -204,7 +204,7 @@ def test_every_run_ends_within_the_bounds_and_accounts_for_every_group(world):
     run(main())
 
 
-@many(max_examples=1000)
+@many(max_examples=500)
 @given(worlds(), st.integers(0, 400).map(lambda quarters: quarters / 4))
 def test_a_close_at_any_moment_accounts_for_every_group(world, moment):
     async def main():
@@ -220,7 +220,7 @@ def test_a_close_at_any_moment_accounts_for_every_group(world, moment):
     run(main())
 
 
-@many(max_examples=1000)
+@many(max_examples=500)
 @given(worlds(oversample=st.just(0)))
 def test_the_groups_of_a_step_depend_neither_on_timing_nor_on_the_bound(world):
     world.engine = 0  # groups that queue for an engine may time out

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import low_tokens
+from torchtitan_rl.actors.simulated import SimulatedGenerator
 from torchtitan_rl.controller import Controller
 from torchtitan_rl.tasks.sum_digits import SumDigits
 from torchtitan_rl.waiting import Interrupted
@@ -17,7 +18,11 @@ def config_for(folder: Path) -> Controller.Config:
     warm = WarmStartConfig(
         steps=6, demonstrations_per_step=4, evaluate_every=6, cache_dir=str(folder)
     )
-    return replace(low_tokens(), model="", warm_start=warm, task=SumDigits.Config())
+    # What is sampled does not matter here.
+    generator = SimulatedGenerator.Config(sampling=low_tokens().generator.sampling)
+    return replace(
+        low_tokens(), model="", warm_start=warm, task=SumDigits.Config(), generator=generator
+    )
 
 
 def stop_after(steps: int, seen: list[str]):

@@ -68,14 +68,14 @@ async def steps(config, count, meanwhile=None):
 
 @pytest.mark.timeout(240)
 async def test_generation_runs_ahead_and_survives_its_generators(tmp_path, tiny_model):
-    """Two generators, each killed at a random moment: every step trains all its groups, on tokens
+    """Two generators, one killed at a random moment: every step trains all its groups, on tokens
     that are at most one version old, and the logprobs still agree."""
     long = SamplingConfig(n=4, max_tokens=60)
     base = low_tokens()
     config = config_for(
         tmp_path,
         tiny_model,
-        steps=12,
+        steps=8,
         max_offpolicy_steps=1,
         generator_replicas=2,
         generator=replace(base.generator, sampling=long),
@@ -84,18 +84,12 @@ async def test_generation_runs_ahead_and_survives_its_generators(tmp_path, tiny_
 
     async def kill(controller):
         generators = controller.crew.generators
-        for victim in (0, 1):
-            await asyncio.sleep(rng.uniform(0.5, 2.0))
-            spawned = generators._replicas[victim].spawned
-            for process in spawned.processes:
-                process.kill()
-            async with generators._changed:
-                # A successor joins with a notification.
-                await generators._changed.wait()
-                assert len(generators._alive) == 2
+        await asyncio.sleep(rng.uniform(0.2, 1.0))
+        for process in generators._replicas[rng.randrange(2)].spawned.processes:
+            process.kill()
 
-    rows, controller = await steps(config, 12, kill)
-    assert [row["policy_version"] for row in rows] == list(range(1, 13))
+    rows, controller = await steps(config, 8, kill)
+    assert [row["policy_version"] for row in rows] == list(range(1, 9))
     assert all(row["episodes"] == 16 for row in rows)
     assert all(row["mismatch/max"] <= 1e-4 for row in rows if row["policy_age/max"] == 0)
     assert max(row["policy_age/max"] for row in rows) == 1
@@ -134,6 +128,17 @@ async def test_a_reward_function_that_always_fails_ends_the_run(tmp_path, tiny_m
     config = config_for(tmp_path, tiny_model, simulated=True, task=broken, steps=3)
     with pytest.raises(Exception, match=r"reward function of task 'moody'.*raised KeyError"):
         await steps(config, 1)
+
+
+async def test_a_run_whose_episodes_are_all_too_long_stops_and_says_so(tmp_path, tiny_model):
+    config = config_for(tmp_path, tiny_model, simulated=True, most_untrainable_steps=2)
+    tight = replace(config.trainer, tokens_per_microbatch=4, overlong="drop")
+    async with Controller(replace(config, trainer=tight)) as controller:
+        row = await controller.step(0)
+        assert row["overlong/dropped"] > 0
+        assert row["episodes"] == 0
+        with pytest.raises(RuntimeError, match=r"2 steps in a row had nothing.*episode too long"):
+            await controller.step(1)
 
 
 async def test_dynamic_sampling_keeps_what_teaches(tmp_path, tiny_model):

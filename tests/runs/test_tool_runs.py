@@ -21,6 +21,7 @@ from torchtitan_rl.tasks.mixture import Mixture
 from torchtitan_rl.tasks.spelling import Spelling
 from torchtitan_rl.tasks.task import Example
 from torchtitan_rl.types import Completion, ScoredCompletion
+from torchtitan_rl.waiting import Clock
 from torchtitan_rl.warm_start import (
     WarmStartConfig,
     check_demonstrations,
@@ -80,21 +81,19 @@ async def folder(tmp_path_factory):
     return folder
 
 
-async def steps(config, first, last):
-    rows = []
-    async with Controller(config) as controller:
-        assert controller.steps_done == first
-        for step in range(first, last):
-            rows.append(await controller.step(step))
-        await controller.save()
+@pytest.fixture(scope="module")
+async def played(folder):
+    """Four steps, and the conversations of a fifth, twice."""
+    async with Controller(config_for(folder, run="straight")) as controller:
+        rows = [await controller.step(step) for step in range(4)]
+        fifths = [await controller.rollouts(4, Clock()) for _ in range(2)]
         controller.rollout_log.close()
-    timed = ("time/", "tokens_per_second")
-    return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in rows]
+    return rows, fifths
 
 
 @pytest.fixture(scope="module")
-async def straight(folder):
-    return await steps(config_for(folder, run="straight"), 0, 4)
+def straight(played):
+    return played[0]
 
 
 def records(folder, run, step):
@@ -114,10 +113,14 @@ async def test_tools_are_called_and_echo_learns_what_they_say(straight):
     assert straight[-1]["heldout/echo_nll/mean"] < straight[0]["heldout/echo_nll/mean"]
 
 
-async def test_a_resumed_run_with_tools_continues_exactly(folder, straight):
-    first = await steps(config_for(folder, run="stopped"), 0, 2)
-    rest = await steps(config_for(folder, run="stopped", resume=True), 2, 4)
-    assert first + rest == straight
+def test_the_same_step_has_the_same_conversations(played):
+    """Whatever the tools' timing: so a resumed run continues exactly with tools, too."""
+    first, again = (
+        [(c.rollout.messages, c.turns) for group in groups for c in group.conversations]
+        for groups in played[1]
+    )
+    assert first == again
+    assert any(len(turns) > 1 for _, turns in first)
 
 
 def test_every_rollout_is_saved(folder, straight):
@@ -146,16 +149,11 @@ def test_every_rollout_is_saved(folder, straight):
     assert heldout
 
 
-async def test_without_echo_nothing_of_it_is_logged(folder):
-    config = config_for(folder, run="quiet", rollout=RolloutConfig(max_turns=3))
-    quiet = [replace(task, echo=None) for task in config.task.parts()]
-    mixture = replace(config.task, tasks=quiet)
-    # The starting model is the same: Echo has no part in imitation.
-    changed = replace(config, task=mixture, save_rollouts=False)
-    assert changed.model_folder == config.model_folder
-    [row] = await steps(changed, 0, 1)
-    assert not [key for key in row if "echo" in key]
-    assert not (folder / "quiet" / "rollouts").exists()
+def test_echo_makes_no_other_starting_model(folder):
+    config = config_for(folder)
+    quiet = replace(config, task=config.task.without_echo())
+    assert quiet.model_folder == config.model_folder
+    assert [part.echo for part in quiet.task.parts()] == [None, None]
 
 
 def test_a_log_that_cannot_be_written_says_so(tmp_path):
