@@ -140,12 +140,19 @@ def test_a_good_config_starts(recipe, folder):
             "--trainer.loss.name dppo --generator.sampling.no_logprobs",
             "trainer.loss.name dppo needs the generator's logprobs: recording is switched on",
         ),
+        ("--max_offpolicy_steps 1", "grpo counts them as new; trainer.loss.name dppo or"),
     ],
 )
 def test_a_doubtful_config_starts_with_a_note(arguments, note, capsys):
     with pytest.raises(Started):
         train.main(["--config", "tiny", *arguments.split()])
     assert note in re.sub(r"\s+", " ", capsys.readouterr().out)
+
+
+def test_a_loss_that_knows_old_tokens_needs_no_note(capsys):
+    with pytest.raises(Started):
+        train.main(["--config", "tiny", "--max_offpolicy_steps=1", "--trainer.loss.name=dppo"])
+    assert "older weights" not in capsys.readouterr().out
 
 
 def test_what_a_loss_needs_is_switched_on():

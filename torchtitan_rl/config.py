@@ -250,6 +250,12 @@ class RunConfig(Configurable.Config):
     def notices(self) -> list[str]:
         """What the user should know about these settings before the run starts."""
         notices = self.trainer.loss.notices()
+        if self.max_offpolicy_steps and "generator_logprobs" not in self.needs():
+            notices.append(
+                "with max_offpolicy_steps, tokens of older weights are trained on, and "
+                f"{self.trainer.loss.name} counts them as new; trainer.loss.name dppo or "
+                "trainer.loss.correction.importance_weight token would not"
+            )
         for name, on, what in (
             ("generator_logprobs", self.generator.sampling.logprobs, "the generator's logprobs"),
             ("routed_experts", self.generator.engine.return_routed_experts, "its experts"),
