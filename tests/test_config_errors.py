@@ -149,12 +149,6 @@ def test_a_doubtful_config_starts_with_a_note(arguments, note, capsys):
     assert note in re.sub(r"\s+", " ", capsys.readouterr().out)
 
 
-def test_a_loss_that_knows_old_tokens_needs_no_note(capsys):
-    with pytest.raises(Started):
-        train.main(["--config", "tiny", "--max_offpolicy_steps=1", "--trainer.loss.name=dppo"])
-    assert "older weights" not in capsys.readouterr().out
-
-
 def test_what_a_loss_needs_is_switched_on():
     off = ["--config", "tiny", "--generator.sampling.no_logprobs"]
     assert not train.parse(off).resolved().generator.sampling.logprobs
