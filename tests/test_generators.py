@@ -11,6 +11,8 @@ from torchtitan_rl.actors.generator import VLLMGenerator
 from torchtitan_rl.actors.spawn import spawn_generator
 from torchtitan_rl.generators import Generators, GeneratorsDiedError
 from torchtitan_rl.sampling import SamplingConfig
+from torchtitan_rl.types import Completion
+from torchtitan_rl.waiting import WorkerDiedError
 
 SAMPLING = SamplingConfig(n=2, max_tokens=16)
 CONFIG = VLLMGenerator.Config(sampling=SAMPLING, engine=small_engine(), threads=1)
@@ -86,8 +88,6 @@ async def test_generators_that_only_die_end_the_run_with_a_reason():
 
         @property
         def actor(self):
-            from torchtitan_rl.waiting import WorkerDiedError
-
             raise WorkerDiedError("its process died: out of memory")
 
     async def spawn(number):
@@ -110,8 +110,6 @@ async def test_one_that_cannot_be_started_again_is_told_to_who_waits():
 
         @property
         def actor(self):
-            from torchtitan_rl.waiting import WorkerDiedError
-
             raise WorkerDiedError("gone")
 
     async def spawn(number):
@@ -126,3 +124,46 @@ async def test_one_that_cannot_be_started_again_is_told_to_who_waits():
     with pytest.raises(GeneratorsDiedError, match="no memory left"):
         async with asyncio.timeout(10):
             await sample(doomed, 1)
+
+
+async def test_one_that_cannot_be_replaced_does_not_end_the_others():
+    """The first sampler dies for good; the second goes on alone."""
+    started: list[int] = []
+
+    class Sampler:
+        def __init__(self, number):
+            self.number = number
+
+        async def stop(self):
+            pass
+
+        @property
+        def actor(self):
+            if self.number == 0:
+                raise WorkerDiedError("gone")
+            return self
+
+        @property
+        def generate(self):
+            return self
+
+        async def call_one(self, prompts, *, sampling_config, group_ids):
+            return [
+                Completion(0, index, prompt, "", [1], None, "stop")
+                for index, prompt in enumerate(prompts)
+            ]
+
+    async def spawn(number):
+        started.append(number)
+        if started.count(0) > 1:
+            raise OSError("no memory left")
+        return Sampler(number)
+
+    pair = Generators(spawn, 2)
+    await pair.start()
+    one = SamplingConfig(n=1, max_tokens=1)
+    for _ in range(3):
+        async with asyncio.timeout(10):
+            assert [c.prompt_idx for c in await sample(pair, 4, one)] == [0, 1, 2, 3]
+    assert [replica.number for replica in pair._alive] == [1]
+    await pair.stop()

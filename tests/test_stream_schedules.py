@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -295,17 +294,3 @@ def test_generation_overlaps_training_as_far_as_it_can(generate, learn, ahead):
 def test_the_virtual_loop_finds_a_deadlock():
     with pytest.raises(DeadlockError):
         run(asyncio.Event().wait())
-
-
-def test_a_group_costs_little_however_many_there_are():
-    async def play(work):
-        pass
-
-    async def main():
-        config = StreamConfig(prompts_per_step=4096)
-        async with RolloutStream(config, start=lambda index: index, play=play) as stream:
-            began = time.process_time()
-            assert len(await stream.batch(0)) == 4096
-            return (time.process_time() - began) * 1e3 / 4096
-
-    assert min(asyncio.run(main()) for _ in range(5)) <= 0.1  # ms; about 0.03

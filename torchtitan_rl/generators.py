@@ -7,7 +7,7 @@ successor gets the current weights before it gets work.
 import asyncio
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError
@@ -62,7 +62,6 @@ class Deaths:
     """Since anything was sampled."""
     since_step: int = 0
     """Not reported yet."""
-    reasons: list[str] = field(default_factory=list)
 
 
 class Generators:
@@ -141,10 +140,10 @@ class Generators:
         """Who samples what. Waits for a successor if nobody is alive."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._failure or self._alive)
-            if self._failure:
+            if not self._alive:
                 raise GeneratorsDiedError(
-                    f"{self.deaths.in_a_row} generators died one after the other and sampled "
-                    f"nothing; the last: {self._failure}. Look into the run's logs folder"
+                    f"no generator is left ({self.deaths.in_a_row} died one after the other): "
+                    f"{self._failure}. Look into the run's logs folder"
                 ) from self._failure
             hands: dict[int, list[Ask]] = {}
             for ask in asks:

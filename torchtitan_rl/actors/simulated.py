@@ -10,7 +10,6 @@ import itertools
 import os
 import random
 from dataclasses import dataclass
-from pathlib import Path
 
 from monarch.actor import Actor, concurrent_endpoint
 from torchtitan.config import Configurable
@@ -123,7 +122,6 @@ class SimulatedTrainer(Actor, Configurable):
         seed: int,
     ) -> None:
         self.config = config
-        self._checkpoints = Path(checkpoint_folder)
 
     @concurrent_endpoint
     async def setup(self, *, resume: bool) -> None:
