@@ -1,6 +1,8 @@
 """Conversations take their turns together: real tools in a real environment, scripted words."""
 
 import asyncio
+import gc
+import weakref
 from collections import Counter
 
 import pytest
@@ -230,6 +232,19 @@ def test_every_conversation_has_a_state_of_its_own(renderer):
     first, second = (Conversation(made, i, renderer, LIMITS) for i in range(2))
     first.rollout.state["kept"] = "changed"
     assert second.rollout.state == made.example.state == {"kept": "adds"}
+
+
+def test_a_group_is_gone_when_nobody_needs_it(renderer):
+    """Without waiting for the garbage collector: a batch may be large."""
+    gc.disable()
+    try:
+        made = group(renderer, "adds")
+        made.conversations = [Conversation(made, 0, renderer, LIMITS)]
+        conversation = weakref.ref(made.conversations[0])
+        del made
+        assert conversation() is None
+    finally:
+        gc.enable()
 
 
 def test_a_conversation_that_cannot_be_extended_is_rendered_anew(renderer):

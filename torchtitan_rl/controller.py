@@ -16,7 +16,7 @@ from typing import TypeVar
 from torchtitan.config import Configurable
 
 from torchtitan_rl.actors.environment import Request, Response
-from torchtitan_rl.actors.grader import is_reward_error
+from torchtitan_rl.actors.grader import RewardError, pair
 from torchtitan_rl.actors.spawn import per_rank, start_monarch
 from torchtitan_rl.algorithms.advantage import group_advantages
 from torchtitan_rl.batching.grid import Grid, deal_groups, grid_metrics, make_grid
@@ -44,12 +44,13 @@ from torchtitan_rl.observability.rollouts import (
 from torchtitan_rl.observability.run_folder import RunFolder
 from torchtitan_rl.observability.sinks import MetricsLog
 from torchtitan_rl.platform import check_gpus
+from torchtitan_rl.platform.garbage import collect_garbage_rarely
 from torchtitan_rl.rollout import Group, all_scored, check_prompt, roll_out, warn_of_failures
 from torchtitan_rl.routing import Experts
 from torchtitan_rl.stream import RolloutStream
 from torchtitan_rl.tasks.task import Example, Task
 from torchtitan_rl.types import Episode
-from torchtitan_rl.waiting import Clock, Interrupted, answer, settled, unless
+from torchtitan_rl.waiting import Clock, Interrupted, answer, unless
 
 Answer = TypeVar("Answer")
 
@@ -261,27 +262,19 @@ class Controller(Configurable):
         """Give each group its scored rollouts. One whose reward function fails is lost; if that is
         all of them, it is no accident."""
         alive = [group for group in groups if group.conversations]
-        calls = [
-            self.crew.grader.actor.score.call_one(
-                [conversation.rollout for conversation in group.conversations],
-                group.example.expected_answer,
-                group_id=group.id,
-                task=group.task.name,
-            )
-            for group in alive
-        ]
-        scores = await self.answer("the grader to score", settled(*calls))
-        for group, scored in zip(alive, scores, strict=True):
-            if not isinstance(scored, BaseException):
-                group.scored = scored
-                continue
-            if not is_reward_error(scored):
-                raise scored
-            group.conversations, group.scored = [], []
-            group.fail("failed", str(scored.exception))
+        call = self.crew.grader.actor.rewards.call_one([group.ungraded for group in alive])
+        given = await self.answer("the grader to score", call)
+        for group, rewards in zip(alive, given, strict=True):
+            if isinstance(rewards, RewardError):
+                group.conversations = []
+                group.fail("failed", str(rewards))
+            else:
+                group.scored = pair([c.rollout for c in group.conversations], rewards)
         if not any(group.scored for group in groups):
-            errors = [score for score in scores if isinstance(score, BaseException)]
-            raise errors[0] if errors else RuntimeError(groups[0].failures[0].reason)
+            raise next(
+                (error for error in given if isinstance(error, RewardError)),
+                RuntimeError(groups[0].failures[0].reason),
+            )
 
     async def train(self, episodes: list[Episode]) -> dict[str, float]:
         """Optimizer steps on these episodes: one, unless trainer.updates_per_step says more."""
@@ -383,6 +376,7 @@ class Controller(Configurable):
                 console.print(f"resuming after {self.steps_done} steps", markup=False)
             await self.sync_weights()
             self.stream = self.make_stream()
+            collect_garbage_rarely()
         except BaseException:
             await self.__aexit__()
             raise

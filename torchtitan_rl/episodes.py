@@ -8,7 +8,7 @@ from typing import Any
 from torchtitan_rl.algorithms.advantage import AdvantageConfig, group_advantages
 from torchtitan_rl.algorithms.echo import EchoConfig, call_filter
 from torchtitan_rl.conversation import NOBODY, Sample, Turn, merge_turns, turn_alphas
-from torchtitan_rl.plugins import check_arguments, resolve
+from torchtitan_rl.plugins import check_arguments, resolve, told
 from torchtitan_rl.rollout import Group
 from torchtitan_rl.tasks.task import is_heldout
 from torchtitan_rl.types import Episode, Rollout
@@ -85,8 +85,8 @@ class BatchFilter:
         try:
             kept = function(list(episodes), **self.kwargs)
         except Exception as error:
-            told = f"raised {type(error).__name__}: {error}"
-            raise ValueError(f"batch filter {self.name!r} {told}") from error
+            said = told(error, self.name.partition(":")[0])
+            raise ValueError(f"batch filter {self.name!r} {said}") from error
         known = {id(episode) for episode in episodes}
         if not isinstance(kept, list) or any(id(episode) not in known for episode in kept):
             raise TypeError(
@@ -115,12 +115,12 @@ def to_episodes(samples: Sequence[Sample], *, rl: bool, **of_all: Any) -> list[E
     episodes = []
     for sample in samples:
         prompt = sample.prompt_length
-        echoes = any(alpha is not None for alpha in sample.alphas)
+        echoes = sample.alphas.count(None) < len(sample.alphas)
         if not rl and not echoes:
             continue
         logprobs = sample.logprobs[prompt:]
         recorded = not all(map(math.isnan, logprobs))
-        sampled = any(version != NOBODY for version in sample.versions)
+        sampled = sample.versions.count(NOBODY) < len(sample.versions)
         episodes.append(
             Episode(
                 prompt_token_ids=sample.ids[:prompt],

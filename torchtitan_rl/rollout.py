@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torchtitan_rl.actors.environment import Request, Response
+from torchtitan_rl.actors.grader import Ungraded
 from torchtitan_rl.conversation import Rendered, Turn
 from torchtitan_rl.models.render import ChatRenderer
 from torchtitan_rl.observability.console import console
@@ -93,6 +94,12 @@ class Group:
         self.failures.append(failure)
         return failure
 
+    @property
+    def ungraded(self) -> Ungraded:
+        """What the grader gets to see."""
+        rollouts = [conversation.rollout for conversation in self.conversations]
+        return Ungraded(rollouts, self.example.expected_answer, self.id, self.task.name)
+
     def bury(self) -> None:
         """Go on with the conversations that came to an end; if the task scores a group as a whole,
         with all or none."""
@@ -120,7 +127,9 @@ class Conversation:
         *,
         started: float | None = None,
     ) -> None:
-        self.group, self.number = group, number
+        # Not the group itself: without a cycle, a batch is gone as soon as nobody needs it.
+        self.group_id, self.number = group.id, number
+        self.task, self._sampling = group.task, group.sampling
         self.renderer, self.limits = renderer, limits
         self.tools = group.task.shown_tools
         self.shown = group.shown
@@ -140,12 +149,12 @@ class Conversation:
     @property
     def id(self) -> str:
         """Of its next turn: what the seed of that derives from."""
-        return f"{self.group.id}/{self.number}/{len(self.turns)}"
+        return f"{self.group_id}/{self.number}/{len(self.turns)}"
 
     @property
     def sampling(self) -> SamplingConfig:
         """Of its next turn: one completion, that fits what is left of the conversation."""
-        return replace(fitted(self.group.sampling, self.shown, self.limits), n=1)
+        return replace(fitted(self._sampling, self.shown, self.limits), n=1)
 
     def take(self, completion: Completion) -> bool:
         """The model's turn; returns whether the task is to respond to it."""
@@ -163,17 +172,16 @@ class Conversation:
             )
         )
         self.rollout.completions.append(completion)
-        task = self.group.task
-        if not task.interactive:
+        if not self.task.interactive:
             message: Message = {"role": "assistant", "content": completion.text}
             self.calls = []
         else:
             message, self.calls = self.renderer.parse(completion.token_ids)
         self.rollout.messages.append(message)
         if completion.finish_reason == "length":
-            whole = len(completion.token_ids) >= self.group.sampling.max_tokens
+            whole = len(completion.token_ids) >= self._sampling.max_tokens
             return self._end("truncated" if whole else "token_limit")
-        if not self.calls and not task.answers:
+        if not self.calls and not self.task.answers:
             return self._end("finished")
         return len(self.turns) < self.limits.max_turns or self._end("turn_limit")
 
@@ -181,7 +189,7 @@ class Conversation:
     def request(self) -> Request:
         """What the environment is to respond to."""
         return Request(
-            task=self.group.task.name,
+            task=self.task.name,
             messages=self.rollout.messages,
             calls=self.calls,
             state=self.rollout.state,
@@ -314,7 +322,7 @@ async def roll_out(
             [c.shown.token_ids for c in listening],
             [c.sampling for c in listening],
             [c.id for c in listening],
-            [c.group.id for c in listening],
+            [c.group_id for c in listening],
         )
         talking = [
             conversation

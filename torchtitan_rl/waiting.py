@@ -60,19 +60,12 @@ async def together(*work: Awaitable[Answer]) -> list[Answer]:
         await _cancel(*tasks)
 
 
-async def settled(*work: Awaitable[Answer]) -> list[Answer | BaseException]:
-    """Await all, whatever becomes of them: for each its answer, or its error."""
-    tasks = [_task(w) for w in work]
-    try:
-        return list(await asyncio.gather(*tasks, return_exceptions=True))
-    finally:
-        await _cancel(*tasks)
-
-
 async def _cancel(*tasks: asyncio.Future) -> None:
-    for task in tasks:
+    left = [task for task in tasks if not task.done()]
+    for task in left:
         task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    if left:
+        await asyncio.gather(*left, return_exceptions=True)
 
 
 def _task(awaitable: Awaitable[Answer]) -> asyncio.Future[Answer]:

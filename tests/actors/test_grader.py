@@ -4,7 +4,7 @@ import pytest
 from monarch.actor import ActorError
 
 from tests.support import LowTokens
-from torchtitan_rl.actors.grader import Grader
+from torchtitan_rl.actors.grader import Grader, RewardError, Ungraded
 from torchtitan_rl.actors.spawn import spawn_grader
 from torchtitan_rl.tasks.sum_digits import SumDigits
 from torchtitan_rl.types import Completion
@@ -60,3 +60,22 @@ async def test_a_bad_reward_function_is_an_error_that_names_task_and_group(
             [completion("a"), completion("b")], fault, group_id="low/train/7"
         )
     assert "task 'low_tokens', group low/train/7" in str(caught.value)
+
+
+async def test_of_many_groups_each_gets_its_own_rewards_or_its_own_error(low_tokens):
+    # 9 is graded on the thread on which 1 and 5 hang, and gets another.
+    faults = {1: "hang", 2: "raise", 5: "hang", 6: "short"}
+    groups = [
+        Ungraded([completion("a", (i, 200)), completion("b", (i, 2))], faults.get(i), f"g{i}")
+        for i in range(10)
+    ]
+    results = await low_tokens.rewards.call_one(groups)
+    alone = await low_tokens.rewards.call_one(groups[:1])
+    assert len(results) == 10
+    for number, result in enumerate(results):
+        if number in faults:
+            assert isinstance(result, RewardError) and f"group g{number}" in str(result)
+        else:
+            assert result == alone[0]
+    assert "support.py:" in str(results[2])  # where the reward function raised
+    assert await low_tokens.rewards.call_one([]) == []

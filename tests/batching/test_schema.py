@@ -1,6 +1,7 @@
 """Per-token streams: declared on the episode, and found wherever tokens go."""
 
 import math
+import pickle
 from dataclasses import dataclass, fields, replace
 from itertools import combinations
 from typing import Annotated, Any
@@ -326,3 +327,14 @@ def test_a_cut_episode_has_the_first_tokens_of_every_stream(length):
     cut = single(truncate(one, length)).streams
     for name, stream in single(one).streams.items():
         torch.testing.assert_close(cut[name], stream[:length], rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_microbatch_travels_whole_and_can_be_written_to():
+    sent = single(full_episode())
+    got = pickle.loads(pickle.dumps(sent, protocol=5))
+    assert (got.documents, got.real) == (sent.documents, sent.real)
+    assert got.streams.keys() == sent.streams.keys()
+    for name, stream in sent.streams.items():
+        assert got.streams[name].dtype == stream.dtype
+        torch.testing.assert_close(got.streams[name], stream, rtol=0, atol=0, equal_nan=True)
+    got.streams["advantages"].zero_()

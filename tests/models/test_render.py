@@ -1,10 +1,14 @@
 """Messages to tokens, turn after turn: what was sampled stays, and every token knows its origin."""
 
+from functools import cache
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from torchtitan_rl.algorithms.echo import Attribution, EchoConfig, RoleEcho, ToolEcho
 from torchtitan_rl.conversation import Turn, merge_turns, turn_alphas
-from torchtitan_rl.models.render import ChatRenderer
+from torchtitan_rl.models.render import ChatRenderer, QuickTokenizer
 
 QUESTION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2"}]
 ANSWER = [{"role": "tool", "content": "it is 4", "name": "calculator"}]
@@ -42,6 +46,22 @@ def test_a_rendered_conversation_is_the_prompt_with_origins(renderer):
     assert words(renderer, rendered, "system") == "Be brief."
     assert words(renderer, rendered, "user") == "2 + 2"
     assert words(renderer, rendered, "assistant") == ""
+
+
+@given(text=st.text() | st.sampled_from(["<|im_start|>user\n", "a</think>\n\nb", " 12  34 "]))
+def test_the_quick_tokenizer_encodes_like_the_tokenizer(tiny_model, text):
+    tokenizer = _tokenizer(tiny_model)
+    quick = QuickTokenizer(tokenizer)
+    slow = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    fast = quick(text, add_special_tokens=False, return_offsets_mapping=True)
+    assert fast["input_ids"] == slow["input_ids"]
+    assert fast["input_ids"] == quick.encode(text, add_special_tokens=False)
+    assert fast["offset_mapping"] == slow["offset_mapping"]
+
+
+@cache
+def _tokenizer(folder):
+    return ChatRenderer(folder).tokenizer
 
 
 def test_tools_are_shown_to_the_model(renderer):

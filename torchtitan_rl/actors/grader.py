@@ -1,14 +1,16 @@
-"""Grader: the task's reward function, one prompt group per call."""
+"""Grader: the task's reward function, called with the samples of one prompt at a time."""
 
 import asyncio
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard, cast
+from typing import Any, cast
 
-from monarch.actor import Actor, ActorError, concurrent_endpoint
+from monarch.actor import Actor, concurrent_endpoint
 from torchtitan.config import Configurable
 
+from torchtitan_rl.plugins import told
 from torchtitan_rl.tasks.task import Reward, Task
 from torchtitan_rl.types import Completion, Rollout, ScoredCompletion
 
@@ -18,6 +20,17 @@ CONCURRENT_REWARDS = 4
 
 class RewardError(RuntimeError):
     """A reward function failed; the message names the task and the group."""
+
+
+@dataclass(slots=True)
+class Ungraded:
+    """The samples of one prompt, and what the reward function needs to know of it."""
+
+    completions: list[Completion] | list[Rollout]
+    expected_answer: Any
+    group_id: str = "?"
+    task: str | None = None
+    """Its name, in a mixture of tasks."""
 
 
 class Grader(Actor, Configurable):
@@ -60,40 +73,111 @@ class Grader(Actor, Configurable):
         task: str | None = None,
     ) -> list[ScoredCompletion]:
         """The samples of one group, each with its reward, in order. In a mixture, name its task."""
-        chosen = self.tasks[task] if task is not None else self.task
-        where = f"reward function of task {chosen.name!r}, group {group_id}"
+        group = Ungraded(completions, expected_answer, group_id, task)
+        (rewards,) = await self._one_by_one([group])
+        if isinstance(rewards, RewardError):
+            raise rewards
+        return pair(completions, rewards)
+
+    @concurrent_endpoint
+    async def rewards(self, groups: list[Ungraded]) -> list[list[Reward] | RewardError]:
+        """The rewards of many groups, or why a group has none. Without the samples: whoever asks
+        has these, and they are most of what an answer would weigh."""
+        hands = [groups[first::CONCURRENT_REWARDS] for first in range(CONCURRENT_REWARDS)]
+        graded = await asyncio.gather(*map(self._one_by_one, hands))
+        return [
+            graded[index % CONCURRENT_REWARDS][index // CONCURRENT_REWARDS]
+            for index in range(len(groups))
+        ]
+
+    async def _one_by_one(self, groups: Sequence[Ungraded]) -> list[list[Reward] | RewardError]:
+        """On one thread, for that a thread for each costs more than most rewards do; those behind a
+        group that takes too long get another."""
+        results: list[list[Reward] | RewardError] = []
+        while len(results) < len(groups):
+            results += await self._until_one_is_late(groups[len(results) :])
+        return results
+
+    async def _until_one_is_late(
+        self, groups: Sequence[Ungraded]
+    ) -> list[list[Reward] | RewardError]:
+        hand = _Hand(groups, self._rewards)
         async with self._turns:
-            # On a thread: a slow reward function must not keep the other groups waiting.
-            call = asyncio.create_task(
-                asyncio.to_thread(chosen.reward, cast(list[Rollout], completions), expected_answer)
-            )
-            done, _ = await asyncio.wait({call}, timeout=self.config.timeout_seconds)
-        if not done:
-            raise RewardError(f"{where}: no answer in {self.config.timeout_seconds} s")
-        if error := call.exception():
-            raise RewardError(f"{where} raised {type(error).__name__}: {error}") from error
-        return check_rewards(completions, call.result(), where)
+            call = asyncio.create_task(asyncio.to_thread(hand.run))
+            left = self.config.timeout_seconds
+            while left > 0 and not call.done():
+                await asyncio.wait({call}, timeout=left)
+                left = hand.began + self.config.timeout_seconds - time.monotonic()
+        if call.done():
+            call.result()
+            return hand.results
+        hand.given_up = True
+        results = list(hand.results)
+        late = self._name(groups[len(results)])
+        return [*results, RewardError(f"{late}: no answer in {self.config.timeout_seconds} s")]
+
+    def _rewards(self, group: Ungraded) -> list[Reward] | RewardError:
+        task, rollouts = self._task_of(group), cast(list[Rollout], group.completions)
+        try:
+            rewards = task.reward(rollouts, group.expected_answer)
+        except Exception as error:
+            return RewardError(f"{self._name(group)} {told(error, type(task).__module__)}")
+        try:
+            return check_rewards(rewards, len(rollouts), self._name(group))
+        except RewardError as error:
+            return error
+
+    def _name(self, group: Ungraded) -> str:
+        return f"reward function of task {self._task_of(group).name!r}, group {group.group_id}"
+
+    def _task_of(self, group: Ungraded) -> Task:
+        return self.tasks[group.task] if group.task is not None else self.task
 
 
-def is_reward_error(error: BaseException) -> TypeGuard[ActorError]:
-    """Whether a grader's answer says that a reward function failed."""
-    return isinstance(error, ActorError) and isinstance(error.exception, RewardError)
+class _Hand:
+    """Groups that a thread grades, one after the other."""
+
+    def __init__(
+        self,
+        groups: Sequence[Ungraded],
+        grade: Callable[[Ungraded], list[Reward] | RewardError],
+    ) -> None:
+        self.groups, self.grade = groups, grade
+        self.results: list[list[Reward] | RewardError] = []
+        self.began = time.monotonic()
+        """When it turned to the group it is at."""
+        self.given_up = False
+        """Whether nobody waits for it any more."""
+
+    def run(self) -> None:
+        for group in self.groups:
+            self.began = time.monotonic()
+            result = self.grade(group)
+            if self.given_up:
+                return
+            self.results.append(result)
 
 
-def check_rewards(
-    completions: Sequence[Completion | Rollout], rewards: Any, where: str
+def pair(
+    completions: Sequence[Completion | Rollout], rewards: Sequence[Reward]
 ) -> list[ScoredCompletion]:
-    """Pair completions with what the reward function returned, or say what is wrong with it."""
+    """Each sample with its reward."""
+    return [
+        ScoredCompletion(completion, reward.value, reward.correct, reward.parts)
+        for completion, reward in zip(completions, rewards, strict=True)
+    ]
+
+
+def check_rewards(rewards: Any, count: int, where: str) -> list[Reward]:
+    """What the reward function returned for `count` samples, or what is wrong with it."""
     try:
         rewards = list(rewards)
     except TypeError:
         raise RewardError(f"{where} returned {rewards!r}; expected a list of rewards") from None
-    if len(rewards) != len(completions):
-        raise RewardError(
-            f"{where} returned {len(rewards)} rewards for {len(completions)} completions"
-        )
-    scored = []
-    for index, (completion, reward) in enumerate(zip(completions, rewards, strict=True)):
+    if len(rewards) != count:
+        raise RewardError(f"{where} returned {len(rewards)} rewards for {count} completions")
+    checked = []
+    for index, reward in enumerate(rewards):
         if isinstance(reward, bool | int | float):
             reward = Reward(float(reward), correct=reward >= 1.0)
         numbers = [reward.value, *reward.parts.values()] if isinstance(reward, Reward) else [None]
@@ -101,5 +185,5 @@ def check_rewards(
             raise RewardError(
                 f"{where} returned {reward!r} for completion {index}; expected a finite number"
             )
-        scored.append(ScoredCompletion(completion, reward.value, reward.correct, reward.parts))
-    return scored
+        checked.append(reward)
+    return checked

@@ -23,7 +23,7 @@ from torchtitan_rl.sampling import SamplingConfig
 from torchtitan_rl.types import Completion
 from torchtitan_rl.weight_sync.handle import WeightHandle
 
-VOCABULARY = 250
+VOCABULARY = range(250)
 """Tokens that any tokenizer has."""
 
 
@@ -66,29 +66,30 @@ class SimulatedGenerator(Actor, Configurable):
             os._exit(1)
         if self._fate.random() < self.config.failure_rate:
             raise RuntimeError("a simulated failure")
-        return list(
-            await asyncio.gather(
-                *(
-                    self._complete(index, prompt, sampling, name, sample)
-                    for index, (prompt, sampling, name) in enumerate(
-                        zip(prompts, samplings, names, strict=True)
-                    )
-                    for sample in range(sampling.n)
-                )
+        completions = [
+            self._complete(index, prompt, sampling, name, sample)
+            for index, (prompt, sampling, name) in enumerate(
+                zip(prompts, samplings, names, strict=True)
             )
-        )
+            for sample in range(sampling.n)
+        ]
+        if self.config.seconds_per_token:
+            await asyncio.gather(*map(self._decode, completions))
+        return completions
 
-    async def _complete(
+    def _complete(
         self, index: int, prompt: list[int], sampling: SamplingConfig, name: str, sample: int
     ) -> Completion:
         rng = random.Random(sample_seed(self._seed, name, sample))
-        ids = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, sampling.max_tokens))]
-        async with self._seats:
-            version = self._version
-            if self.config.seconds_per_token:
-                await asyncio.sleep(len(ids) * self.config.seconds_per_token)
+        ids = rng.choices(VOCABULARY, k=rng.randint(1, sampling.max_tokens))
         logprobs = [-1.0] * len(ids) if sampling.logprobs else None
-        return Completion(version, index, prompt, " ".join(map(str, ids)), ids, logprobs, "stop")
+        text = " ".join(map(str, ids))
+        return Completion(self._version, index, prompt, text, ids, logprobs, "stop")
+
+    async def _decode(self, completion: Completion) -> None:
+        async with self._seats:
+            completion.policy_version = self._version
+            await asyncio.sleep(len(completion.token_ids) * self.config.seconds_per_token)
 
     @concurrent_endpoint
     async def cancel(self, group_ids: list[str]) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from torchtitan_rl.algorithms.policy_loss import LossOutput
 from torchtitan_rl.observability.metrics import Distribution, Sum
-from torchtitan_rl.plugins import check_arguments, resolve
+from torchtitan_rl.plugins import check_arguments, resolve, told
 
 Role = Literal["system", "user", "assistant", "tool"]
 ROLES: tuple[Role, ...] = ("system", "user", "assistant", "tool")
@@ -127,9 +127,8 @@ def call_filter(config: EchoConfig, rollout: object) -> object:
     try:
         return function(rollout, **config.filter_kwargs)
     except Exception as error:
-        raise ValueError(
-            f"echo filter {config.filter!r} raised {type(error).__name__}: {error}"
-        ) from error
+        said = told(error, config.filter.partition(":")[0])
+        raise ValueError(f"echo filter {config.filter!r} {said}") from error
 
 
 def checked_mask(name: str, mask: object, lengths: Sequence[int]) -> list[list[bool]]:

@@ -3,14 +3,13 @@
 A loss that breaks on a rank breaks inside a collective, where the others wait for it.
 """
 
-import sys
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 
 import torch
 
 from torchtitan_rl.algorithms.policy_loss import LossInputs, LossOutput
+from torchtitan_rl.plugins import place
 
 
 def check_loss(name: str, loss: Callable[[LossInputs], LossOutput], *, has_reference: bool) -> None:
@@ -23,8 +22,9 @@ def check_loss(name: str, loss: Callable[[LossInputs], LossOutput], *, has_refer
             output = loss(inputs)
         except Exception as error:
             hint = "" if has_reference else " (without trainer.loss.ref_kl, ref_logprobs is None)"
+            where = place(error, name.partition(":")[0])
             raise ValueError(
-                f"{who} failed {batch}{hint}, {_place(name, error)}: {error!r}; its inputs have "
+                f"{who} failed {batch}{hint}, {where}: {error!r}; its inputs have "
                 f"{', '.join(f.name for f in fields(LossInputs))}"
             ) from error
         if not isinstance(output, LossOutput) or not isinstance(output.loss_sum, torch.Tensor):
@@ -42,15 +42,6 @@ def check_loss(name: str, loss: Callable[[LossInputs], LossOutput], *, has_refer
             f"{who} leaves out inputs.weights, so that reductions and corrections would have no "
             "effect: return LossOutput(inputs.total(loss_per_token))"
         )
-
-
-def _place(name: str, error: Exception) -> str:
-    """The last line of the loss function's own file that the error came through."""
-    frames = traceback.extract_tb(error.__traceback__)
-    module = sys.modules.get(name.partition(":")[0])
-    own = [frame for frame in frames if frame.filename == getattr(module, "__file__", None)]
-    frame = (own or frames)[-1]
-    return f"{frame.filename}:{frame.lineno}"
 
 
 def needs_generator_logprobs(loss: Callable[[LossInputs], LossOutput]) -> bool:

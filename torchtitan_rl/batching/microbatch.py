@@ -47,6 +47,15 @@ class Microbatch:
     def tokens(self) -> int:
         return len(self.streams["tokens"])
 
+    def __getstate__(self) -> tuple:
+        # As arrays: torch pickles every tensor like a file of its own.
+        arrays = {name: stream.numpy() for name, stream in self.streams.items()}
+        return self.documents, arrays, self.real
+
+    def __setstate__(self, state: tuple) -> None:
+        self.documents, arrays, self.real = state
+        self.streams = {name: torch.from_numpy(array) for name, array in arrays.items()}
+
     @property
     def echoes(self) -> torch.Tensor:
         """[tokens] which train by cross-entropy, beside RL."""

@@ -22,6 +22,9 @@ def main() -> None:
     multiprocessing.set_start_method("forkserver", force=True)
     from monarch._src.actor.bootstrap_main import invoke_main
 
+    from torchtitan_rl.platform.garbage import collect_garbage_rarely
+
+    collect_garbage_rarely()
     invoke_main()
 
 
