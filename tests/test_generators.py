@@ -45,7 +45,7 @@ async def test_work_is_shared_and_comes_back_in_order(generators):
     assert [c.prompt_token_ids[2] for c in completions] == [i for i in range(6) for _ in range(2)]
     homes = Counter(replica.number for replica in generators._homes.values())
     assert homes == {0: 3, 1: 3}
-    assert [replica.load for replica in generators._replicas] == [0, 0]
+    assert [replica.load for replica in generators.replicas] == [0, 0]
     # A later turn goes where its prefix is, however loaded.
     before = dict(generators._homes)
     await sample(generators, 6, turn="/0/1")
@@ -56,19 +56,23 @@ async def test_a_killed_generator_is_replaced_and_nothing_is_lost(generators):
     whole = await sample(generators, 12)
     long = SamplingConfig(n=2, max_tokens=100)
     under_way = asyncio.ensure_future(sample(generators, 12, long))
-    while not any(replica.load for replica in generators._replicas):
+    while not any(replica.load for replica in generators.replicas):
         await asyncio.sleep(0.01)
-    victim = generators._replicas[1].spawned
+    victim = generators.replicas[1].spawned
     for process in victim.processes:
         process.kill()
     made = await under_way
     assert [c.prompt_idx for c in made] == [i for i in range(12) for _ in range(2)]
     assert all(len(c.token_ids) <= 100 for c in made)
     assert generators.deaths.total == 1
+    for process in generators.replicas[0].spawned.processes:  # it is idle: no call tells of it
+        process.kill()
     async with asyncio.timeout(60):
         async with generators._changed:
+            await generators._changed.wait_for(lambda: generators.deaths.total == 2)
             await generators._changed.wait_for(lambda: len(generators._alive) == 2)
-    assert generators._replicas[1].spawned is not victim
+    assert generators.replicas[1].spawned is not victim
+    assert generators.deaths.total == 2
     # The same samples as ever: seeds belong to groups, not to generators.
     assert ids(await sample(generators, 12)) == ids(whole)
     assert generators.deaths.in_a_row == 0
@@ -77,12 +81,14 @@ async def test_a_killed_generator_is_replaced_and_nothing_is_lost(generators):
 async def test_what_is_asked_badly_is_an_error_and_no_death(generators):
     with pytest.raises(ActorError, match="prompt 0 is empty"):
         await generators.sample([[]], [SAMPLING], ["empty"])
-    assert [replica.load for replica in generators._replicas] == [0, 0]
+    assert [replica.load for replica in generators.replicas] == [0, 0]
     assert len(generators._alive) == 2
 
 
 async def test_generators_that_only_die_end_the_run_with_a_reason():
     class Dead:
+        alive = True
+
         async def stop(self):
             pass
 
@@ -105,6 +111,8 @@ async def test_one_that_cannot_be_started_again_is_told_to_who_waits():
     started = 0
 
     class Dying:
+        alive = True
+
         async def stop(self):
             pass
 

@@ -7,7 +7,7 @@ successor gets the current weights before it gets work.
 import asyncio
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError
@@ -17,7 +17,7 @@ from torchtitan_rl.actors.spawn import Spawned
 from torchtitan_rl.observability.console import console
 from torchtitan_rl.sampling import SamplingConfig
 from torchtitan_rl.types import Completion
-from torchtitan_rl.waiting import WorkerDiedError, answer, together
+from torchtitan_rl.waiting import Answer, Interrupted, WorkerDiedError, answer, together, unless
 from torchtitan_rl.weight_sync.handle import WeightHandle
 
 REMEMBERED_GROUPS = 10_000
@@ -25,6 +25,10 @@ REMEMBERED_GROUPS = 10_000
 
 START_ATTEMPTS = 3
 """How often a successor is started."""
+
+WATCH_SECONDS = 0.5
+"""How often the generators' processes are looked at. Monarch may take half a minute to say that one
+it has just sent a message to is gone, and of one that nobody calls it says nothing."""
 
 
 class GeneratorsDiedError(RuntimeError):
@@ -38,6 +42,8 @@ class Replica:
     number: int
     spawned: Spawned | None = None
     """None while it is being replaced."""
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the one that is spawned has died."""
     load: int = 0
     """Samples it is asked for."""
 
@@ -82,26 +88,29 @@ class Generators:
         most_deaths_in_a_row: int = 5,
     ) -> None:
         self._spawn = spawn
-        self._replicas = [Replica(number) for number in range(count)]
+        self.replicas = [Replica(number) for number in range(count)]
         self._deadline = deadline_seconds
         self._most_deaths = most_deaths_in_a_row
         self._homes: OrderedDict[str, Replica] = OrderedDict()
         self._handle: WeightHandle | None = None
         self._changed = asyncio.Condition()
         self._replacing: set[asyncio.Task] = set()
+        self._watching: asyncio.Task | None = None
         self._failure: BaseException | None = None
         self.deaths = Deaths()
 
     async def start(self) -> None:
         """Spawn all of them, side by side."""
-        await together(*(self._start(replica) for replica in self._replicas))
+        await together(*(self._start(replica) for replica in self.replicas))
+        self._watching = asyncio.create_task(self._watch())
 
     async def stop(self) -> None:
         """End every process, also of those that are just starting."""
-        for task in self._replacing:
+        tasks = [*self._replacing, *([self._watching] if self._watching else [])]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._replacing, return_exceptions=True)
-        alive = [r.spawned for r in self._replicas if r.spawned is not None]
+        await asyncio.gather(*tasks, return_exceptions=True)
+        alive = [r.spawned for r in self.replicas if r.spawned is not None]
         await asyncio.gather(*(s.stop() for s in alive), return_exceptions=True)
 
     # ---- sampling -----------------------------------------------------------------------------
@@ -150,11 +159,11 @@ class Generators:
                 replica = self._home(ask.group)
                 replica.load += ask.sampling.n
                 hands.setdefault(replica.number, []).append(ask)
-        return [(self._replicas[number], part) for number, part in hands.items()]
+        return [(self.replicas[number], part) for number, part in hands.items()]
 
     @property
     def _alive(self) -> list[Replica]:
-        return [replica for replica in self._replicas if replica.spawned is not None]
+        return [replica for replica in self.replicas if replica.spawned is not None]
 
     def _home(self, group: str) -> Replica:
         replica = self._homes.get(group)
@@ -167,7 +176,7 @@ class Generators:
 
     async def _sample_on(self, replica: Replica, asks: list[Ask]) -> list[Completion] | None:
         """The completions, or None if the generator died over them."""
-        spawned = replica.spawned
+        spawned, gone = replica.spawned, replica.gone
         try:
             if spawned is None:  # died since it was chosen
                 return None
@@ -176,7 +185,7 @@ class Generators:
                 sampling_config=[ask.sampling for ask in asks],
                 group_ids=[ask.name for ask in asks],
             )
-            completions: list[Completion] = await self._answer("to sample", call)
+            completions: list[Completion] = await self._answer("to sample", call, gone)
             self.deaths.in_a_row = 0
             return completions
         except asyncio.CancelledError:
@@ -200,11 +209,12 @@ class Generators:
         await together(*(self._pull(replica, handle) for replica in self._alive))
 
     async def _pull(self, replica: Replica, handle: WeightHandle) -> None:
-        spawned = replica.spawned
+        spawned, gone = replica.spawned, replica.gone
         if spawned is None:
             return
         try:
-            await self._answer("to pull weights", spawned.actor.pull_weights.call_one(handle))
+            pulling = spawned.actor.pull_weights.call_one(handle)
+            await self._answer("to pull weights", pulling, gone)
         except (WorkerDiedError, ActorError) as error:
             if not _died(error):
                 raise
@@ -226,14 +236,22 @@ class Generators:
             await spawned.stop()
             raise
         async with self._changed:
-            replica.spawned = spawned
+            replica.spawned, replica.gone = spawned, asyncio.Event()
             self._changed.notify_all()
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            for replica in self._alive:
+                if (spawned := replica.spawned) and not spawned.alive:
+                    await self._bury(replica, spawned, WorkerDiedError("its process has ended"))
 
     async def _bury(self, replica: Replica, spawned: Spawned, error: BaseException) -> None:
         """Note a death, once, and start the successor."""
         if replica.spawned is not spawned:
             return  # another call has noticed
         replica.spawned = None
+        replica.gone.set()
         self.deaths.total += 1
         self.deaths.in_a_row += 1
         self.deaths.since_step += 1
@@ -261,8 +279,14 @@ class Generators:
             self._failure = error
             self._changed.notify_all()
 
-    async def _answer(self, what: str, call: Awaitable) -> list[Completion]:
-        return await answer(f"the generator {what}", call, deadline_seconds=self._deadline)
+    async def _answer(
+        self, what: str, call: Awaitable[Answer], gone: asyncio.Event | None = None
+    ) -> Answer:
+        waiting = answer(f"the generator {what}", call, deadline_seconds=self._deadline)
+        try:
+            return await unless(gone or asyncio.Event(), waiting)
+        except Interrupted:
+            raise WorkerDiedError(f"while waiting for the generator {what}, it died") from None
 
 
 def _died(error: BaseException) -> bool:

@@ -74,7 +74,8 @@ async def test_of_many_groups_each_gets_its_own_rewards_or_its_own_error(low_tok
     assert len(results) == 10
     for number, result in enumerate(results):
         if number in faults:
-            assert isinstance(result, RewardError) and f"group g{number}" in str(result)
+            assert isinstance(result, RewardError)
+            assert f"group g{number}" in str(result)
         else:
             assert result == alone[0]
     assert "support.py:" in str(results[2])  # where the reward function raised

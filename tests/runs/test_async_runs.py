@@ -85,7 +85,7 @@ async def test_generation_runs_ahead_and_survives_its_generators(tmp_path, tiny_
     async def kill(controller):
         generators = controller.crew.generators
         await asyncio.sleep(rng.uniform(0.2, 1.0))
-        for process in generators._replicas[rng.randrange(2)].spawned.processes:
+        for process in generators.replicas[rng.randrange(2)].spawned.processes:
             process.kill()
 
     rows, controller = await steps(config, 8, kill)

@@ -48,6 +48,14 @@ class Spawned:
     procs: Any
     processes: list[psutil.Process]
 
+    @property
+    def alive(self) -> bool:
+        """Whether none of the processes has ended."""
+        try:
+            return all(p.status() != psutil.STATUS_ZOMBIE for p in self.processes)
+        except psutil.NoSuchProcess:
+            return False
+
     async def stop(self) -> None:
         """End the processes and whatever they have started, also when they hang.
 
