@@ -1,10 +1,12 @@
 """What running ahead gains: a step's time synchronous, asynchronous, and the ideal
 max(generate, train + sync); and what the controller itself costs for each episode.
 
-With simulated actors, whose delays are declared: nothing but scheduling is measured.
+First with simulated actors, whose delays are declared: nothing but scheduling is measured. Then for
+real, with a model of 135M parameters: there both phases want the same cores.
 """
 
 import asyncio
+import os
 import statistics
 import tempfile
 import time
@@ -14,8 +16,10 @@ from pathlib import Path
 from common import note, report
 
 from torchtitan_rl.actors.engine import EngineConfig
+from torchtitan_rl.actors.generator import VLLMGenerator
 from torchtitan_rl.actors.simulated import SimulatedGenerator, SimulatedTrainer
 from torchtitan_rl.actors.spawn import end_all_processes
+from torchtitan_rl.actors.trainer import Trainer
 from torchtitan_rl.config import CheckpointConfig, EvaluationConfig
 from torchtitan_rl.controller import Controller
 from torchtitan_rl.models.tiny import write_tiny_model
@@ -67,15 +71,17 @@ def recipe(folder: Path, **changes) -> Controller.Config:
     return replace(base, **changes)
 
 
-async def run(config: Controller.Config, steps: int) -> list[dict[str, float]]:
-    """The metrics of each step, with its whole time."""
+async def run(
+    config: Controller.Config, steps: int, warm_up: int = WARM_UP
+) -> list[dict[str, float]]:
+    """The metrics of each step after the first, with its whole time."""
     rows = []
     async with Controller(config) as controller:
         for step in range(steps):
             started = time.perf_counter()
             values = await controller.step(step)
             rows.append({**values, "seconds": time.perf_counter() - started})
-    return rows[WARM_UP:]
+    return rows[warm_up:]
 
 
 def mean(rows: list[dict[str, float]], *keys: str) -> float:
@@ -99,6 +105,56 @@ async def simulated_overlap(folder: Path) -> None:
     report("async_overlap", "overlap_of_ideal", "simulated", ideal / mean(ahead, "seconds"))
     gain = mean(sync, "seconds") / mean(ahead, "seconds")
     report("async_overlap", "async_vs_sync", "simulated", gain)
+
+
+MODEL_135M = {
+    "hidden_size": 640,
+    "intermediate_size": 1792,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 10,
+    "num_key_value_heads": 5,
+    "head_dim": 64,
+}
+REAL_STEPS = 4
+
+
+def real_recipe(folder: Path, *, ahead: int, threads: tuple[int, int]) -> Controller.Config:
+    """Generation-heavy: few, long completions. A decoding step reads all weights for 8 tokens, so
+    that it waits for memory, while training computes."""
+    base = recipe(folder)
+    return replace(
+        base,
+        model=str(folder / "model-135m"),
+        prompts_per_step=2,
+        steps=REAL_STEPS + 1,
+        max_offpolicy_steps=ahead,
+        generator=VLLMGenerator.Config(
+            sampling=SamplingConfig(n=4, max_tokens=128),
+            engine=EngineConfig(max_model_len=256, kv_cache_gib=0.5),
+            threads=threads[0],
+        ),
+        trainer=Trainer.Config(threads=threads[1]),
+        run_name=f"real-{ahead}-{threads[0]}-{threads[1]}",
+    )
+
+
+async def real_overlap(folder: Path) -> None:
+    write_tiny_model(folder / "model-135m", seed=0, **MODEL_135M)
+    cores = os.cpu_count() or 1
+    half = max(1, cores // 2)
+    sync = await run(real_recipe(folder, ahead=0, threads=(cores, cores)), REAL_STEPS + 1, 1)
+    note(f"synchronous, {cores} threads each: {phases(sync)}")
+    ahead = await run(real_recipe(folder, ahead=1, threads=(half, half)), REAL_STEPS + 1, 1)
+    note(f"1 ahead, {half} threads each: {phases(ahead)}")
+    ideal = max(mean(sync, "time/generate"), mean(sync, "time/train", "time/sync"))
+    case = f"135M parameters, {cores} cores"
+    report("async_overlap", "async_vs_sync", case, mean(sync, "seconds") / mean(ahead, "seconds"))
+    report("async_overlap", "overlap_of_ideal", case, ideal / mean(ahead, "seconds"))
+
+
+def phases(rows: list[dict[str, float]]) -> str:
+    keys = ["seconds", "time/generate", "time/train", "time/sync"]
+    return ", ".join(f"{key} {mean(rows, key):.2f}" for key in keys)
 
 
 async def controller_cost(folder: Path, episodes: int, ahead: int) -> None:
@@ -126,6 +182,7 @@ async def main() -> None:
         for episodes in (64, 4096):
             for ahead in (0, 1):
                 await controller_cost(folder, episodes, ahead)
+        await real_overlap(folder)
 
 
 if __name__ == "__main__":

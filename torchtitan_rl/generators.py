@@ -224,7 +224,7 @@ class Generators:
 
     async def _start(self, replica: Replica) -> None:
         """Spawn a generator; it joins when it serves the current weights."""
-        spawned = await self._spawn(replica.number)
+        spawned = await self._answer("to start", self._spawn(replica.number))
         try:
             served = None
             while self._handle is not served:  # weights may be published while it pulls

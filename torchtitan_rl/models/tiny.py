@@ -101,11 +101,12 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def write_tiny_model(
-    folder: str | Path, *, seed: int, weights: bool = True, experts: int = 0
+    folder: str | Path, *, seed: int, weights: bool = True, experts: int = 0, **shape: int
 ) -> Path:
     """Write a randomly initialised tiny Qwen3 as an HF folder; one seed, always the same bytes.
 
-    With `experts` it is a Qwen3-MoE with that many of them in every layer but the first.
+    With `experts` it is a Qwen3-MoE with that many of them in every layer but the first; `shape`
+    are sizes of config.json, for one that is not so tiny.
     """
     tokenizer = byte_tokenizer()
     special = {token: tokenizer.token_to_id(token) for token in CHAT_TOKENS}
@@ -114,6 +115,7 @@ def write_tiny_model(
     vocab_size = -(-tokenizer.get_vocab_size() // 16) * 16
     config = {
         **tiny_config(experts),
+        **shape,
         "vocab_size": vocab_size,
         "bos_token_id": special["<|endoftext|>"],
         "eos_token_id": end_ids[0],
