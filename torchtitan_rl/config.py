@@ -1,5 +1,6 @@
 """What can be set for a run, and every check that needs no process."""
 
+import importlib.util
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -94,6 +95,11 @@ class RunConfig(Configurable.Config):
     """Continue the run in output_dir/run_name from its latest checkpoint."""
     save_rollouts: bool = True
     """Write every rollout to the run's `rollouts` folder, a file a step."""
+    save_timeline: bool = True
+    """Write what was waited for, and when, to the run's `timeline.json`."""
+    wandb_project: str = ""
+    """Send the metrics to this project of Weights & Biases too, which must be installed; empty: do
+    not."""
     deadline_seconds: float = 1800.0
     """Longest wait for any one answer of an actor."""
     max_offpolicy_steps: int = 0
@@ -137,6 +143,11 @@ class RunConfig(Configurable.Config):
             raise ValueError(
                 f"trainer.updates_per_step ({self.trainer.updates_per_step}) is more than "
                 f"prompts_per_step ({self.prompts_per_step}): each update takes whole groups"
+            )
+        if self.wandb_project and importlib.util.find_spec("wandb") is None:
+            raise ValueError(
+                f"wandb_project is {self.wandb_project!r}, but wandb is not installed: leave it "
+                "empty, or run .venv/bin/python -m pip install wandb"
             )
         _ = self.stream  # which checks its own settings
         if not self.model and self.warm_start is None:

@@ -42,7 +42,8 @@ from torchtitan_rl.observability.rollouts import (
     rollout_metrics,
 )
 from torchtitan_rl.observability.run_folder import RunFolder
-from torchtitan_rl.observability.sinks import MetricsLog
+from torchtitan_rl.observability.sinks import open_metrics_log
+from torchtitan_rl.observability.timeline import Timeline
 from torchtitan_rl.platform import check_gpus
 from torchtitan_rl.platform.garbage import collect_garbage_rarely
 from torchtitan_rl.rollout import Group, all_scored, check_prompt, roll_out, warn_of_failures
@@ -91,7 +92,10 @@ class Controller(Configurable):
                 self.renderer.check_tools(task.name)
         heldout = self.task.heldout_examples(config.evaluation.prompts)
         self.heldout = self.groups("heldout", heldout, greedy=True)
-        self.crew = Crew(config, self.folder, interactive=bool(self.interactive))
+        self.timeline = Timeline(self.folder.timeline if config.save_timeline else None)
+        self.crew = Crew(
+            config, self.folder, interactive=bool(self.interactive), timeline=self.timeline
+        )
         self.steps_done = 0
         self.policy_version = 0
         self.rollout_log = RolloutLog(self.folder.rollouts if config.save_rollouts else None)
@@ -104,7 +108,7 @@ class Controller(Configurable):
     async def run(self) -> None:
         """Train from the first step not yet done to the last; on Ctrl-C, save and raise."""
         config, first = self.config, self.steps_done
-        log = MetricsLog(self.folder.metrics_file, self.folder.tensorboard, first_step=first)
+        log = open_metrics_log(self.folder, config, first_step=first)
         try:
             with StepProgress("training", total=config.steps, done=first) as progress:
                 for step in range(first, config.steps):
@@ -256,14 +260,14 @@ class Controller(Configurable):
     async def respond(self, requests: list[Request]) -> list[Response]:
         assert self.crew.environment is not None
         call = self.crew.environment.actor.respond.call_one(requests)
-        return await self.answer("the environment to respond", call)
+        return await self.answer("environment", "respond", call)
 
     async def grade(self, groups: list[Group]) -> None:
         """Give each group its scored rollouts. One whose reward function fails is lost; if that is
         all of them, it is no accident."""
         alive = [group for group in groups if group.conversations]
         call = self.crew.grader.actor.rewards.call_one([group.ungraded for group in alive])
-        given = await self.answer("the grader to score", call)
+        given = await self.answer("grader", "grade", call)
         for group, rewards in zip(alive, given, strict=True):
             if isinstance(rewards, RewardError):
                 group.conversations = []
@@ -281,7 +285,7 @@ class Controller(Configurable):
         parts = deal_groups(await self.complete(episodes), self.config.trainer.updates_per_step)
         grids = [self.weighed_grid(part) for part in parts]
         call = self.crew.trainer.actor.train_step.call(*grids)
-        metrics = merge_metrics(per_rank(await self.answer("the trainer to train", call)))
+        metrics = merge_metrics(per_rank(await self.answer("trainer", "train", call)))
         self.policy_version += 1
         return {**flatten(metrics), **grid_metrics(grids)}
 
@@ -289,7 +293,7 @@ class Controller(Configurable):
         """What a step on these episodes would measure, without taking it."""
         grid = self.weighed_grid(await self.complete(episodes))
         call = self.crew.trainer.actor.measure.call(grid)
-        metrics = merge_metrics(per_rank(await self.answer("the trainer to measure", call)))
+        metrics = merge_metrics(per_rank(await self.answer("trainer", "measure", call)))
         return {f"heldout/{name}": value for name, value in flatten(metrics).items()}
 
     async def complete(self, episodes: list[Episode]) -> list[Episode]:
@@ -325,7 +329,7 @@ class Controller(Configurable):
         parallelism = self.config.reference.parallelism
         grid = self.grid(episodes, parallelism.dp_degree)
         call = self.crew.reference.actor.logprobs.call(grid)
-        ranks = per_rank(await self.answer("the reference to compute logprobs", call))
+        ranks = per_rank(await self.answer("reference", "compute logprobs", call))
         # Ranks that share each layer give the same answer; the first of them is enough.
         rows = grid.read_back(ranks[:: parallelism.tensor_parallel_degree])
         return [replace(e, ref_logprobs=r.tolist()) for e, r in zip(episodes, rows, strict=True)]
@@ -333,7 +337,7 @@ class Controller(Configurable):
     async def sync_weights(self) -> None:
         """Send the trainer's weights to the generator: publish a snapshot, pull its handle."""
         publish = self.crew.trainer.actor.publish_weights.call()
-        handle = per_rank(await self.answer("the trainer to publish weights", publish))[0]
+        handle = per_rank(await self.answer("trainer", "publish weights", publish))[0]
         await self.crew.generators.pull(handle)
         self.policy_version = handle.version
 
@@ -349,15 +353,18 @@ class Controller(Configurable):
         """Checkpoint what `steps_done` steps have made, unless that is on disk already."""
         if self.folder.latest_checkpoint() != self.steps_done:
             call = self.crew.trainer.actor.save.call(self.steps_done)
-            await self.answer("the trainer to save a checkpoint", call)
+            await self.answer("trainer", "save a checkpoint", call)
 
     async def export(self, folder: Path) -> None:
         """Write the current weights as an HF folder."""
         call = self.crew.trainer.actor.export_hf.call(str(folder))
-        await self.answer("the trainer to export the model", call)
+        await self.answer("trainer", "export the model", call)
 
-    async def answer(self, what: str, reply: Awaitable[Answer]) -> Answer:
-        return await answer(what, reply, deadline_seconds=self.config.deadline_seconds)
+    async def answer(self, who: str, what: str, reply: Awaitable[Answer]) -> Answer:
+        """Wait for an actor: not for ever, and to be seen in the timeline."""
+        deadline = self.config.deadline_seconds
+        with self.timeline.span(who, what, step=self.steps_done):
+            return await answer(f"the {who} to {what}", reply, deadline_seconds=deadline)
 
     # ---- the actors ---------------------------------------------------------------------------
 
@@ -368,9 +375,11 @@ class Controller(Configurable):
         start_monarch(self.folder.log_file("monarch"))
         try:
             with busy("starting the actors"):
-                starting = self.answer("the actors to start", self.crew.start())
+                starting = self.answer("crew", "start", self.crew.start())
                 await unless(self.interrupted, starting)
-            done = await self.answer("the trainer", self.crew.trainer.actor.steps_done.call())
+            done = await self.answer(
+                "trainer", "say its step", self.crew.trainer.actor.steps_done.call()
+            )
             self.steps_done = per_rank(done)[0]
             if self.config.resume:
                 console.print(f"resuming after {self.steps_done} steps", markup=False)
@@ -388,3 +397,4 @@ class Controller(Configurable):
             with contextlib.suppress(TimeoutError):  # what does not end now, ends with the actors
                 await self.stream.close()
         await self.crew.stop()
+        self.timeline.close()

@@ -15,6 +15,7 @@ from torchtitan_rl.actors.spawn import (
 from torchtitan_rl.config import RunConfig
 from torchtitan_rl.generators import Generators
 from torchtitan_rl.observability.run_folder import RunFolder
+from torchtitan_rl.observability.timeline import Timeline
 from torchtitan_rl.waiting import together
 
 
@@ -36,7 +37,14 @@ class Crew:
     reference: Spawned | None = None
     """Only if a loss compares with the starting model."""
 
-    def __init__(self, config: RunConfig, folder: RunFolder, *, interactive: bool) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: RunFolder,
+        *,
+        interactive: bool,
+        timeline: Timeline | None = None,
+    ) -> None:
         self._config, self._folder, self._interactive = config, folder, interactive
         self._model = str(config.model_folder)
         self._spawned: list[Spawned] = []
@@ -44,6 +52,7 @@ class Crew:
             self._spawn_generator,
             config.generator_replicas,
             deadline_seconds=config.deadline_seconds,
+            timeline=timeline,
         )
 
     async def start(self) -> None:

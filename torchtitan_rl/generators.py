@@ -15,6 +15,7 @@ from monarch.actor import ActorError
 from torchtitan_rl.actors.engine import EngineDiedError
 from torchtitan_rl.actors.spawn import Spawned
 from torchtitan_rl.observability.console import console
+from torchtitan_rl.observability.timeline import Timeline
 from torchtitan_rl.sampling import SamplingConfig
 from torchtitan_rl.types import Completion
 from torchtitan_rl.waiting import Answer, Interrupted, WorkerDiedError, answer, together, unless
@@ -86,10 +87,12 @@ class Generators:
         *,
         deadline_seconds: float = 1800.0,
         most_deaths_in_a_row: int = 5,
+        timeline: Timeline | None = None,
     ) -> None:
         self._spawn = spawn
         self.replicas = [Replica(number) for number in range(count)]
         self._deadline = deadline_seconds
+        self._timeline = timeline or Timeline()
         self._most_deaths = most_deaths_in_a_row
         self._homes: OrderedDict[str, Replica] = OrderedDict()
         self._handle: WeightHandle | None = None
@@ -185,7 +188,7 @@ class Generators:
                 sampling_config=[ask.sampling for ask in asks],
                 group_ids=[ask.name for ask in asks],
             )
-            completions: list[Completion] = await self._answer("to sample", call, gone)
+            completions: list[Completion] = await self._answer(replica, "generate", call, gone)
             self.deaths.in_a_row = 0
             return completions
         except asyncio.CancelledError:
@@ -214,7 +217,7 @@ class Generators:
             return
         try:
             pulling = spawned.actor.pull_weights.call_one(handle)
-            await self._answer("to pull weights", pulling, gone)
+            await self._answer(replica, "pull weights", pulling, gone)
         except (WorkerDiedError, ActorError) as error:
             if not _died(error):
                 raise
@@ -224,14 +227,14 @@ class Generators:
 
     async def _start(self, replica: Replica) -> None:
         """Spawn a generator; it joins when it serves the current weights."""
-        spawned = await self._answer("to start", self._spawn(replica.number))
+        spawned = await self._answer(replica, "start", self._spawn(replica.number))
         try:
             served = None
             while self._handle is not served:  # weights may be published while it pulls
                 served = self._handle
                 if served is not None:
                     call = spawned.actor.pull_weights.call_one(served)
-                    await self._answer("to pull weights", call)
+                    await self._answer(replica, "pull weights", call)
         except BaseException:
             await spawned.stop()
             raise
@@ -280,13 +283,19 @@ class Generators:
             self._changed.notify_all()
 
     async def _answer(
-        self, what: str, call: Awaitable[Answer], gone: asyncio.Event | None = None
+        self,
+        replica: Replica,
+        what: str,
+        call: Awaitable[Answer],
+        gone: asyncio.Event | None = None,
     ) -> Answer:
-        waiting = answer(f"the generator {what}", call, deadline_seconds=self._deadline)
-        try:
-            return await unless(gone or asyncio.Event(), waiting)
-        except Interrupted:
-            raise WorkerDiedError(f"while waiting for the generator {what}, it died") from None
+        who = f"generator {replica.number}"
+        waiting = answer(f"{who} to {what}", call, deadline_seconds=self._deadline)
+        with self._timeline.span(who, what):
+            try:
+                return await unless(gone or asyncio.Event(), waiting)
+            except Interrupted:
+                raise WorkerDiedError(f"while waiting for {who} to {what}, it died") from None
 
 
 def _died(error: BaseException) -> bool:

@@ -1,12 +1,19 @@
-"""metrics.jsonl and TensorBoard: the same numbers, whole lines, no step twice."""
+"""metrics.jsonl, TensorBoard and W&B: the same numbers, whole lines, no step twice."""
 
 import json
 import re
+import sys
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from torchtitan_rl.observability.sinks import MetricsLog, read_metrics
+from torchtitan_rl.observability.sinks import (
+    JsonLines,
+    MetricsLog,
+    TensorBoard,
+    WandB,
+    read_metrics,
+)
 
 
 @pytest.fixture
@@ -20,7 +27,9 @@ def tensorboard(tmp_path):
 
 
 def write(file, tensorboard, rows, first_step=0):
-    log = MetricsLog(file, tensorboard, first_step=first_step)
+    log = MetricsLog(
+        JsonLines(file, first_step=first_step), TensorBoard(tensorboard, first_step=first_step)
+    )
     for step, values in rows:
         log.write(step, values)
     log.close()
@@ -64,8 +73,8 @@ def test_tensorboard_has_the_same_keys_steps_and_values(file, tensorboard):
     assert expected.keys() == {"loss", "reward/all/mean", "eval/accuracy"}
 
 
-def test_a_line_is_on_disk_before_the_log_is_closed(file, tensorboard):
-    log = MetricsLog(file, tensorboard, first_step=0)
+def test_a_line_is_on_disk_before_the_log_is_closed(file):
+    log = MetricsLog(JsonLines(file, first_step=0))
     log.write(0, {"loss": 0.5})
     assert read_metrics(file) == [{"step": 0, "loss": 0.5}]
     log.close()
@@ -106,3 +115,29 @@ def test_resuming_leaves_no_temporary_file(file, tensorboard, tmp_path):
     write(file, tensorboard, ROWS)
     write(file, tensorboard, [], first_step=1)
     assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "tensorboard"}
+
+
+def test_wandb_gets_the_same_numbers(tmp_path, monkeypatch):
+    """A stand-in with wandb's interface: the real one wants its own servers."""
+    (tmp_path / "wandb.py").write_text(
+        "import json, pathlib\n"
+        "class Run:\n"
+        "    def __init__(self, **about): self.lines = [about]\n"
+        "    def log(self, values, step): self.lines.append([step, values])\n"
+        "    def finish(self):\n"
+        "        out = pathlib.Path(self.lines[0]['dir']) / 'sent.json'\n"
+        "        out.write_text(json.dumps(self.lines))\n"
+        "def init(**about): return Run(**about)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    folder = tmp_path / "my-run"
+    folder.mkdir()
+    log = MetricsLog(WandB("project", folder, {"steps": 2}))
+    for step, values in ROWS:
+        log.write(step, values)
+    log.close()
+    about, *sent = json.loads((folder / "sent.json").read_text())
+    assert (about["project"], about["id"], about["config"]) == ("project", "my-run", {"steps": 2})
+    assert about["resume"] == "allow"
+    assert sent == [[step, values] for step, values in ROWS]

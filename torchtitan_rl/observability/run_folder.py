@@ -30,8 +30,8 @@ class RunFolder:
     """Paths of one run.
 
     Example:
-        outputs/<run>/config.json  metrics.jsonl  tensorboard/  rollouts/  checkpoints/
-        model/  logs/
+        outputs/<run>/config.json  metrics.jsonl  tensorboard/  rollouts/  timeline.json
+        checkpoints/  model/  logs/
     """
 
     def __init__(self, path: str | Path, *, resume: bool) -> None:
@@ -41,6 +41,7 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.tensorboard = self.path / "tensorboard"
         self.rollouts = self.path / "rollouts"
+        self.timeline = self.path / "timeline.json"
         self.logs = self.path / "logs"
         self.model = self.path / "model"
         if self.config_file.exists() and not resume:

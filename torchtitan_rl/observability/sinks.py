@@ -1,31 +1,97 @@
-"""Where metrics go: metrics.jsonl and TensorBoard, under the same keys."""
+"""Where metrics go: metrics.jsonl, TensorBoard and, if asked for, W&B, under the same keys."""
 
+import importlib
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.utils.tensorboard import SummaryWriter
 
+if TYPE_CHECKING:
+    from torchtitan_rl.config import RunConfig
+    from torchtitan_rl.observability.run_folder import RunFolder
+
+
+class Sink(Protocol):
+    def write(self, step: int, values: dict[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
 
 class MetricsLog:
-    """Appends one object a step to metrics.jsonl and the same numbers to TensorBoard.
+    """All sinks of a run as one. A resumed run first drops the steps it is going to repeat.
 
-    A resumed run first drops the lines of the steps it is going to repeat.
+    Example:
+        log = MetricsLog(JsonLines(folder / "metrics.jsonl", first_step=0))
+        log.write(0, {"reward/all/mean": 0.4})
     """
 
-    def __init__(self, file: Path, tensorboard: Path, *, first_step: int) -> None:
+    def __init__(self, *sinks: Sink) -> None:
+        self._sinks = sinks
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        for sink in self._sinks:
+            sink.write(step, values)
+
+    def close(self) -> None:
+        for sink in self._sinks:
+            sink.close()
+
+
+def open_metrics_log(folder: "RunFolder", config: "RunConfig", *, first_step: int) -> MetricsLog:
+    """The sinks that the config asks for."""
+    sinks: list[Sink] = [
+        JsonLines(folder.metrics_file, first_step=first_step),
+        TensorBoard(folder.tensorboard, first_step=first_step),
+    ]
+    if config.wandb_project:
+        sinks.append(WandB(config.wandb_project, folder.path, config.to_dict()))
+    return MetricsLog(*sinks)
+
+
+class JsonLines:
+    """One object a step, a line at a time: a killed run leaves whole ones."""
+
+    def __init__(self, file: Path, *, first_step: int) -> None:
         if file.exists():
             _keep_steps_before(file, first_step)
-        self._file = file.open("a", buffering=1)  # a line at a time: a killed run leaves whole ones
-        self._tensorboard = SummaryWriter(str(tensorboard), purge_step=first_step)
+        self._file = file.open("a", buffering=1)
 
     def write(self, step: int, values: dict[str, float]) -> None:
         self._file.write(json.dumps({"step": step, **values}) + "\n")
-        for name, value in values.items():
-            self._tensorboard.add_scalar(name, value, step)
 
     def close(self) -> None:
         self._file.close()
-        self._tensorboard.close()
+
+
+class TensorBoard:
+    def __init__(self, folder: Path, *, first_step: int) -> None:
+        self._writer = SummaryWriter(str(folder), purge_step=first_step)
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandB:
+    """Weights & Biases, which is no dependency: imported only when a project is named. The run is
+    called after its folder there, so that a resumed one goes on."""
+
+    def __init__(self, project: str, folder: Path, config: dict[str, Any]) -> None:
+        wandb: Any = importlib.import_module("wandb")
+        name = folder.name
+        self._run = wandb.init(
+            project=project, name=name, id=name, dir=str(folder), config=config, resume="allow"
+        )
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        self._run.log(values, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
 
 
 def read_metrics(file: Path) -> list[dict[str, float]]:

@@ -1,0 +1,88 @@
+"""Spans on one time axis, in a file that opens whatever happened to its run."""
+
+import json
+
+import pytest
+
+from torchtitan_rl.observability import timeline
+from torchtitan_rl.observability.timeline import Timeline
+
+
+def read(path):
+    """As viewers do: a list that may lack its end."""
+    return json.loads(path.read_text().rstrip().rstrip(",") + "]")
+
+
+def spans(path):
+    rows = {e["tid"]: e["args"]["name"] for e in read(path) if e["ph"] == "M"}
+    return [(rows[e["tid"]], e["name"], e["args"]) for e in read(path) if e["ph"] == "X"]
+
+
+def test_a_span_has_a_row_a_start_and_a_length(tmp_path):
+    log = Timeline(tmp_path / "timeline.json")
+    with log.span("trainer", "train", step=3), log.span("grader", "grade"):
+        pass
+    # Not closed: as after a kill.
+    inner, outer = (e for e in read(tmp_path / "timeline.json") if e["ph"] == "X")
+    assert spans(tmp_path / "timeline.json") == [
+        ("grader", "grade", {}),
+        ("trainer", "train", {"step": 3}),
+    ]
+    assert outer["ts"] <= inner["ts"]
+    assert inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"] + 1000
+
+
+def test_spans_of_one_lane_that_overlap_get_rows_of_their_own(tmp_path):
+    log = Timeline(tmp_path / "timeline.json")
+    with log.span("generator 0", "a"):
+        with log.span("generator 0", "b"):
+            pass
+        with log.span("generator 0", "c"):
+            pass
+    with log.span("generator 0", "d"):
+        pass
+    rows = {name: row for row, name, _ in spans(tmp_path / "timeline.json")}
+    assert rows == {
+        **dict.fromkeys("ad", "generator 0"),
+        **dict.fromkeys("bc", "generator 0 (2)"),
+    }
+
+
+def test_what_fails_is_there_too(tmp_path):
+    log = Timeline(tmp_path / "timeline.json")
+    with pytest.raises(KeyError), log.span("trainer", "train"):
+        raise KeyError
+    with log.span("trainer", "train"):
+        pass
+    assert len(spans(tmp_path / "timeline.json")) == 2
+
+
+def test_a_resumed_run_goes_on_in_the_same_file(tmp_path):
+    for _ in range(2):
+        log = Timeline(tmp_path / "timeline.json")
+        with log.span("trainer", "train"):
+            pass
+        log.close()
+    assert len(spans(tmp_path / "timeline.json")) == 2
+
+
+def test_a_file_that_grew_large_makes_room(tmp_path, monkeypatch):
+    monkeypatch.setattr(timeline, "MOST_BYTES", 2000)
+    log = Timeline(tmp_path / "timeline.json")
+    for number in range(100):
+        with log.span("trainer", str(number)):
+            pass
+    assert {path.name for path in tmp_path.iterdir()} == {"timeline.json", "timeline.old.json"}
+    numbers = [
+        int(name)
+        for file in ("old.json", "json")
+        for _, name, _ in spans(tmp_path / f"timeline.{file}")
+    ]
+    assert numbers == list(range(numbers[0], 100))
+    assert all(path.stat().st_size < 2500 for path in tmp_path.iterdir())
+
+
+def test_none_is_written_if_nobody_wants_it(tmp_path):
+    with Timeline().span("trainer", "train"):
+        pass
+    assert not list(tmp_path.iterdir())
