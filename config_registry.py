@@ -11,6 +11,7 @@ from torchtitan_rl.actors.generator import VLLMGenerator
 from torchtitan_rl.actors.trainer import OptimizerConfig, Trainer, annealed_lr, constant_lr
 from torchtitan_rl.algorithms.advantage import AdvantageConfig
 from torchtitan_rl.algorithms.echo import EchoConfig, ToolEcho
+from torchtitan_rl.algorithms.objective import LossConfig
 from torchtitan_rl.config import EvaluationConfig
 from torchtitan_rl.controller import Controller
 from torchtitan_rl.models.mesh import Parallelism
@@ -43,6 +44,17 @@ def grpo_sum_digits_tiny() -> Controller.Config:
         advantage=AdvantageConfig(name="maxrl"),
         evaluation=EvaluationConfig(every=15, prompts=200),
         thinking=True,  # the empty thought would be a fifth of the prompt
+    )
+
+
+def dppo_sum_digits_async_tiny() -> Controller.Config:
+    """The same with generation one step ahead of training, by a loss made for tokens that old."""
+    config = grpo_sum_digits_tiny()
+    return replace(
+        config,
+        max_offpolicy_steps=1,
+        # Generator and trainer work at the same time: a core each.
+        trainer=replace(config.trainer, loss=LossConfig(name="dppo"), threads=1),
     )
 
 
