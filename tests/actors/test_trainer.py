@@ -309,7 +309,7 @@ async def test_metrics_of_two_ranks_merge_to_those_of_one(trainer, two_ranks):
     for one, two in zip(*values, strict=True):
         assert one.keys() == two.keys()
         assert one == pytest.approx(two, rel=1e-4, abs=1e-6)
-    assert values[0][0]["train/entropy"] != values[0][1]["train/entropy"]
+    assert values[0][0]["entropy/all/mean"] != values[0][1]["entropy/all/mean"]
 
 
 async def test_later_updates_of_a_batch_know_the_policy_it_started_with(trainer):

@@ -91,8 +91,8 @@ async def test_generation_runs_ahead_and_survives_its_generators(tmp_path, tiny_
     rows, controller = await steps(config, 8, kill)
     assert [row["policy_version"] for row in rows] == list(range(1, 9))
     assert all(row["episodes"] == 16 for row in rows)
-    assert all(row["mismatch/max"] <= 1e-4 for row in rows if row["policy_age/max"] == 0)
-    assert max(row["policy_age/max"] for row in rows) == 1
+    assert all(row["mismatch/all/max"] <= 1e-4 for row in rows if row["policy_age/all/max"] == 0)
+    assert max(row["policy_age/all/max"] for row in rows) == 1
     assert sum(row["generators/died"] for row in rows) == controller.crew.generators.deaths.total
     assert controller.crew.generators.deaths.total >= 1
     assert all(row["groups/dropped/all"] == 0 for row in rows)

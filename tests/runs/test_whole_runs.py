@@ -100,12 +100,12 @@ def finished(tiny_model, tmp_path_factory) -> Run:
 def test_a_run_writes_what_it_promises(finished):
     rows = finished.metrics()
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5, 6]
-    promised = ["reward/all/mean", "mismatch/max", "tokens_per_second", "time/step"]
+    promised = ["reward/all/mean", "mismatch/all/max", "tokens_per_second", "time/step"]
     promised += [f"time/{phase}" for phase in ("generate", "grade", "train", "sync")]
     for row in rows[:-1]:
         assert set(promised) <= row.keys()
         assert ("eval/accuracy" in row) == (row["step"] % 2 == 0)
-        assert row["mismatch/max"] <= 1e-4
+        assert row["mismatch/all/max"] <= 1e-4
         assert row["policy_version"] == row["step"] + 1
         assert not [key for key in row if "echo" in key]  # it is off
     assert set(rows[-1]) == {"step", "eval/accuracy", "eval/reward"}
