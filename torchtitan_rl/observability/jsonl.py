@@ -80,4 +80,4 @@ def _text(value: Any) -> str:
     try:
         return repr(value)
     except Exception:  # whatever an object's own repr may raise
-        return f"a {type(value).__name__} that cannot be shown"
+        return f"a value of type {type(value).__name__} that cannot be shown"
