@@ -1,4 +1,4 @@
-"""Rollouts of one run, read for the trainer of another: the same episodes, or an error that tells."""
+"""Rollouts of one run, for the trainer of another: the same episodes, or a clear error."""
 
 import json
 from dataclasses import replace
