@@ -98,8 +98,8 @@ def token_records(computed: Computed) -> Iterator[dict[str, Any]]:
     """
     cell = computed.cell
     row = segments(cell.documents)
-    columns = _columns(computed)
-    columns["positions"] = positions(row)
+    known = {**_columns(computed), "positions": positions(row)}
+    columns = {column: values.tolist() for column, values in known.items()}
     shared = {segment.trunk.start for segment in row if segment.trunk}
     for segment, name in zip(row, cell.names, strict=True):
         if segment.start in shared:
@@ -107,9 +107,9 @@ def token_records(computed: Computed) -> Iterator[dict[str, Any]]:
         trunk = segment.trunk
         record: dict[str, Any] = {"name": name}
         for column, values in columns.items():
-            record[column] = values[segment.start : segment.stop].tolist()
+            record[column] = values[segment.start : segment.stop]
             if trunk:
-                record[column] = values[trunk.start : trunk.stop].tolist() + record[column]
+                record[column] = values[trunk.start : trunk.stop] + record[column]
         tokens = segment.length + (trunk.length if trunk else 0)
         assert all(len(record[column]) == tokens for column in columns)
         yield record
