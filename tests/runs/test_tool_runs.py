@@ -133,6 +133,7 @@ def test_every_rollout_is_saved(folder, straight):
     called = talked["messages"][1]["tool_calls"][0]["function"]
     assert called["name"] == "spell"
     assert talked["turns"] >= 2
+    assert all(talked["seconds"][phase] > 0 for phase in ("generate", "respond", "grade"))
     assert talked["advantage"] == talked["reward"]
     counted = [r for r in by_task["calculator"] if r["tool_calls"].count("ok")]
     assert counted
