@@ -238,12 +238,12 @@ def check(flavor: Flavor, folder: Path) -> str:
     rows = read_metrics(folder / "metrics.jsonl")
     if [row["step"] for row in rows] != list(range(flavor.steps + 1)):
         return f"metrics of {flavor.steps} steps expected, found {len(rows)} rows"
-    trained = [row for row in rows if "mismatch/max" in row]
+    trained = [row for row in rows if "mismatch/all/max" in row]
     if not trained:
         return "no step trained: all advantages were 0"
     if not all(math.isfinite(value) for row in rows for value in row.values()):
         return "a metric is not finite"
-    worst = max(row["mismatch/max"] for row in trained)
+    worst = max(row["mismatch/all/max"] for row in trained)
     if not worst <= flavor.mismatch:
         return f"trainer and generator differ by {worst:.2g}; allowed are {flavor.mismatch:.2g}"
     if not (folder / "model" / "model.safetensors").is_file():

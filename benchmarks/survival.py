@@ -75,7 +75,7 @@ async def survive(folder: Path, *, replicas: int, ahead: int) -> None:
         if line["split"] != "evaluation"
     )
     expected = STEPS * config.prompts_per_step * config.generator.sampling.n
-    fresh = [row["mismatch/max"] for row in rows if row["policy_age/max"] == 0]
+    fresh = [row["mismatch/all/max"] for row in rows if row["policy_age/all/max"] == 0]
     for metric, value in {
         "steps": len(rows),
         "deaths": controller.crew.generators.deaths.total,

@@ -7,10 +7,13 @@ from typing import Any
 from torchtitan_rl.actors.engine import EngineConfig, SamplingConfig
 from torchtitan_rl.actors.generator import VLLMGenerator
 from torchtitan_rl.actors.trainer import OptimizerConfig, Trainer, constant_lr
+from torchtitan_rl.algorithms.echo import Attribution, EchoConfig
 from torchtitan_rl.config import CheckpointConfig, EvaluationConfig
 from torchtitan_rl.controller import Controller
+from torchtitan_rl.conversation import Rendered, Turn
+from torchtitan_rl.rollout import Conversation, Group, RolloutConfig
 from torchtitan_rl.tasks.task import Example, Reward, Task
-from torchtitan_rl.types import Episode, Rollout
+from torchtitan_rl.types import Completion, Episode, Rollout, ScoredCompletion
 
 
 class LowTokens(Task):
@@ -86,3 +89,44 @@ def episode(**changes: Any) -> Episode:
         "group_id": "sums/train/7",
     }
     return Episode(**{**fields, **changes})
+
+
+USER = Attribution("user", content=True)
+TOOL = Attribution("tool", content=True, tool_name="lookup")
+
+
+def conversation(group: Group, number: int, turns: Any) -> Conversation:
+    """Each turn: tokens shown (with where they come from), tokens sampled."""
+    made = Conversation(group, number, renderer=None, limits=RolloutConfig())
+    for shown, sampled in turns:
+        ids, origins = [token for token, _ in shown], [origin for _, origin in shown]
+        logprobs = [-0.1 * token for token in sampled]
+        made.turns.append(Turn.after(Rendered(ids, origins), sampled, logprobs))
+        made.rollout.completions.append(Completion(3, 0, ids, "", sampled, logprobs, "stop"))
+    return made
+
+
+PROMPT = [(1, None), (2, USER)]
+ONE_TURN = [(PROMPT, [3, 4])]
+TOOL_ANSWER = [*PROMPT, (3, USER), (4, USER), (8, TOOL), (9, None)]
+TWO_TURNS = [(PROMPT, [3, 4]), (TOOL_ANSWER, [5])]
+"""Sampled 3 4, was told 8 (a tool's word) 9 (scaffolding), sampled 5."""
+
+
+def graded_group(
+    *rollouts: Any,
+    rewards: Sequence[float],
+    echo: EchoConfig | None = None,
+    name: str = "low_tokens",
+    number: int = 0,
+) -> Group:
+    """Of these rollouts, turn by turn; see ONE_TURN."""
+    task = LowTokens.Config(name=name, echo=echo).build()
+    sampling = SamplingConfig(temperature=0.7)
+    made = Group(f"{name}/train/{number}", task, Example([], None), sampling, Rendered([], None))
+    made.conversations = [conversation(made, i, turns) for i, turns in enumerate(rollouts)]
+    made.scored = [
+        ScoredCompletion(c.rollout, reward, reward >= 1)
+        for c, reward in zip(made.conversations, rewards, strict=True)
+    ]
+    return made

@@ -381,6 +381,7 @@ def test_bad_rollouts_are_refused(refusal, arguments, message):
         ("--task.tasks.1.echo.tool.tool_names spel", "it has no tool 'spel'; did you mean 'spell'"),
         ("--task.tasks.1.echo.tool.alpha nan", "echo alpha must be a finite number"),
         ("--task.tasks.1.name sum_digits", "names of their own"),
+        ("--task.tasks.1.name all", "a task cannot be named 'all'"),
         ("--task.weights 1", "a positive number for each of"),
     ],
 )

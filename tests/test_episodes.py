@@ -4,51 +4,21 @@ import math
 
 import pytest
 
-from tests.support import LowTokens
+from tests.support import (
+    ONE_TURN,
+    PROMPT,
+    TWO_TURNS,
+    USER,
+)
+from tests.support import graded_group as group
 from torchtitan_rl.algorithms.advantage import AdvantageConfig
-from torchtitan_rl.algorithms.echo import Attribution, EchoConfig, RoleEcho, ToolEcho
+from torchtitan_rl.algorithms.echo import EchoConfig, RoleEcho, ToolEcho
 from torchtitan_rl.batching.schema import loss_mask
 from torchtitan_rl.batching.validation import validate
-from torchtitan_rl.conversation import Rendered, Turn
 from torchtitan_rl.episodes import BatchFilter, UntrainableSteps, make_batch
-from torchtitan_rl.rollout import Conversation, Group, RolloutConfig
-from torchtitan_rl.sampling import SamplingConfig
-from torchtitan_rl.tasks.task import Example
-from torchtitan_rl.types import Completion, Rollout, ScoredCompletion
+from torchtitan_rl.types import Rollout
 
-USER = Attribution("user", content=True)
-TOOL = Attribution("tool", content=True, tool_name="lookup")
 ECHO_TOOLS = EchoConfig(tool=ToolEcho(alpha=0.5))
-
-
-def conversation(group, number, turns):
-    """Each turn: tokens shown (with where they come from), tokens sampled."""
-    made = Conversation(group, number, renderer=None, limits=RolloutConfig())
-    for shown, sampled in turns:
-        ids, origins = [token for token, _ in shown], [origin for _, origin in shown]
-        logprobs = [-0.1 * token for token in sampled]
-        made.turns.append(Turn.after(Rendered(ids, origins), sampled, logprobs))
-        made.rollout.completions.append(Completion(3, 0, ids, "", sampled, logprobs, "stop"))
-    return made
-
-
-PROMPT = [(1, None), (2, USER)]
-ONE_TURN = [(PROMPT, [3, 4])]
-TOOL_ANSWER = [*PROMPT, (3, USER), (4, USER), (8, TOOL), (9, None)]
-TWO_TURNS = [(PROMPT, [3, 4]), (TOOL_ANSWER, [5])]
-"""Sampled 3 4, was told 8 (a tool's word) 9 (scaffolding), sampled 5."""
-
-
-def group(*rollouts, rewards, echo=None, name="low_tokens", number=0):
-    task = LowTokens.Config(name=name, echo=echo).build()
-    sampling = SamplingConfig(temperature=0.7)
-    made = Group(f"{name}/train/{number}", task, Example([], None), sampling, Rendered([], None))
-    made.conversations = [conversation(made, i, turns) for i, turns in enumerate(rollouts)]
-    made.scored = [
-        ScoredCompletion(c.rollout, reward, reward >= 1)
-        for c, reward in zip(made.conversations, rewards, strict=True)
-    ]
-    return made
 
 
 def batch(*groups, **changes):

@@ -11,11 +11,11 @@ from tests.actors.tricky_tools import Plain, Tricky
 from torchtitan_rl.actors.environment import Environment, Response
 from torchtitan_rl.actors.spawn import spawn_environment
 from torchtitan_rl.models.render import ChatRenderer
+from torchtitan_rl.prompts import check_prompt
 from torchtitan_rl.rollout import (
     Conversation,
     Group,
     RolloutConfig,
-    check_prompt,
     roll_out,
     warn_of_failures,
 )

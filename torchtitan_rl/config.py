@@ -93,6 +93,9 @@ class RunConfig(Configurable.Config):
     """Folder of this run under output_dir; empty: the recipe's name and the time."""
     resume: bool = False
     """Continue the run in output_dir/run_name from its latest checkpoint."""
+    train_from: str = ""
+    """Folder of a run whose saved rollouts are trained on, as they were: nothing is generated,
+    graded or evaluated."""
     save_rollouts: bool = True
     """Write every rollout to the run's `rollouts` folder, a file a step."""
     save_timeline: bool = True
@@ -199,6 +202,8 @@ class RunConfig(Configurable.Config):
     def streams(self) -> bool:
         """Whether groups run by themselves, not all of a step together."""
         rollout = self.rollout
+        if self.train_from:
+            return False
         return bool(self.max_offpolicy_steps or rollout.oversample or rollout.max_groups_per_step)
 
     @property
@@ -222,7 +227,8 @@ class RunConfig(Configurable.Config):
     def gpus(self) -> tuple[range, range, range]:
         """Which GPUs trainer, generator and reference get on a CUDA machine."""
         trainer = self.trainer.parallelism.world_size
-        generator = trainer + self.generator.tensor_parallel_degree * self.generator_replicas
+        replicas = 0 if self.train_from else self.generator_replicas
+        generator = trainer + self.generator.tensor_parallel_degree * replicas
         reference = generator + self.reference.parallelism.world_size * self.has_reference
         return range(trainer), range(trainer, generator), range(generator, reference)
 
@@ -261,6 +267,13 @@ class RunConfig(Configurable.Config):
     def notices(self) -> list[str]:
         """What the user should know about these settings before the run starts."""
         notices = self.trainer.loss.notices()
+        if self.train_from:
+            return [
+                *notices,
+                f"train_from {self.train_from}: its rollouts are trained as they were recorded, "
+                "with their advantages, echo weights and those held out; nothing is generated, "
+                "graded or evaluated",
+            ]
         if self.max_offpolicy_steps and "generator_logprobs" not in self.needs():
             notices.append(
                 "with max_offpolicy_steps, tokens of older weights are trained on, and "

@@ -16,7 +16,6 @@ from typing import TypeVar
 from torchtitan.config import Configurable
 
 from torchtitan_rl.actors.environment import Request, Response
-from torchtitan_rl.actors.grader import RewardError, pair
 from torchtitan_rl.actors.spawn import per_rank, start_monarch
 from torchtitan_rl.algorithms.advantage import group_advantages
 from torchtitan_rl.batching.grid import Grid, deal_groups, grid_metrics, make_grid
@@ -25,6 +24,7 @@ from torchtitan_rl.batching.reduction import weigh
 from torchtitan_rl.batching.validation import require, validate
 from torchtitan_rl.config import RunConfig
 from torchtitan_rl.crew import Crew
+from torchtitan_rl.dump import open_dump
 from torchtitan_rl.episodes import UntrainableSteps, make_batch
 from torchtitan_rl.models.render import ChatRenderer
 from torchtitan_rl.observability.console import (
@@ -46,10 +46,18 @@ from torchtitan_rl.observability.sinks import open_metrics_log
 from torchtitan_rl.observability.timeline import Timeline
 from torchtitan_rl.platform import check_gpus
 from torchtitan_rl.platform.garbage import collect_garbage_rarely
-from torchtitan_rl.rollout import Group, all_scored, check_prompt, roll_out, warn_of_failures
+from torchtitan_rl.prompts import PromptGroups
+from torchtitan_rl.rollout import (
+    Group,
+    all_scored,
+    roll_out,
+    take_rewards,
+    waited,
+    warn_of_failures,
+)
 from torchtitan_rl.routing import Experts
 from torchtitan_rl.stream import RolloutStream
-from torchtitan_rl.tasks.task import Example, Task
+from torchtitan_rl.tasks.task import Task
 from torchtitan_rl.types import Episode
 from torchtitan_rl.waiting import Clock, Interrupted, answer, unless
 
@@ -90,8 +98,10 @@ class Controller(Configurable):
             task.check()
             if task.tools:
                 self.renderer.check_tools(task.name)
+        self.groups = PromptGroups(config, self.tasks, self.renderer)
         heldout = self.task.heldout_examples(config.evaluation.prompts)
         self.heldout = self.groups("heldout", heldout, greedy=True)
+        self.dump = open_dump(config, self.tasks, self.renderer, hf_config)
         self.timeline = Timeline(self.folder.timeline if config.save_timeline else None)
         self.crew = Crew(
             config, self.folder, interactive=bool(self.interactive), timeline=self.timeline
@@ -121,7 +131,8 @@ class Controller(Configurable):
                         raise Interrupted
                     if self.steps_done % config.checkpoint.every == 0:
                         await self.save()
-            log.write(config.steps, await unless(self.interrupted, self.evaluate()))
+            if not self.dump:
+                log.write(config.steps, await unless(self.interrupted, self.evaluate()))
         except Interrupted:
             await self.save()
             raise
@@ -136,7 +147,7 @@ class Controller(Configurable):
         """One step; returns what to log. Interruptible until training starts."""
         clock, stop, config = Clock(), self.interrupted, self.config
         evaluation: dict[str, float] = {}
-        if step % config.evaluation.every == 0:
+        if step % config.evaluation.every == 0 and not self.dump:
             with clock("evaluate"):
                 evaluation = await unless(stop, self.evaluate())
         started = time.perf_counter()
@@ -158,17 +169,21 @@ class Controller(Configurable):
                 training |= await self.train(episodes)
         self.steps_done = step + 1
         with clock("sync"):
-            if episodes:
+            if episodes and not self.dump:
                 await self.sync_weights()
         if self.stream:
             self.stream.advance(self.steps_done)
 
         seconds = time.perf_counter() - started
-        self.rollout_log.write(f"step-{step:06d}", groups)
+        dropped = self.take_dropped()
+        if self.dump:
+            await self.rollout_log.copy(self.dump.file(step))
+        else:
+            await self.rollout_log.write(step, groups + dropped)
         tokens = sum(len(c.rollout.token_ids) for group in groups for c in group.conversations)
         return {
             **flatten(rollout_metrics(all_scored(groups), self.interactive)),
-            **self.count_failures(groups),
+            **self.count_failures(groups + dropped),
             **training,
             **evaluation,
             "episodes": len(episodes),
@@ -186,23 +201,11 @@ class Controller(Configurable):
         indices = range(first, first + self.config.prompts_per_step)
         return self.groups("train", [self.task.train_example(i) for i in indices], first)
 
-    def groups(
-        self, split: str, examples: list[Example], first: int = 0, *, greedy: bool = False
-    ) -> list[Group]:
-        groups = []
-        for i, example in enumerate(examples, first):
-            task = self.tasks[example.task or self.task.name]
-            sampling = self.config.sampling_of(task.config)
-            if greedy:
-                sampling = replace(sampling, n=1, temperature=0.0, logprobs=False)
-            shown = self.renderer.render(example.messages, tools=task.shown_tools)
-            group = Group(f"{task.name}/{split}/{i}", task, example, sampling, shown)
-            check_prompt(group, self.config.limits)
-            groups.append(group)
-        return groups
-
     async def rollouts(self, step: int, clock: Clock) -> list[Group]:
         """The graded groups of a step; with a stream, they were started ahead of it."""
+        if self.dump:
+            with clock("read"):
+                return await asyncio.to_thread(self.dump.groups, step)
         if self.stream:
             with clock("generate"):
                 return await self.stream.batch(step)
@@ -235,14 +238,16 @@ class Controller(Configurable):
     def teaches(self, group: Group) -> bool:
         return any(group_advantages(self.config.advantage, group.scored, group.id))
 
+    def take_dropped(self) -> list[Group]:
+        """Groups that ended since the last step, and are not trained."""
+        ended = self.stream.take_untrained() if self.stream else []
+        for untrained in ended:
+            untrained.work.give_up(untrained.kind, untrained.reason)
+        return [untrained.work for untrained in ended]
+
     def count_failures(self, groups: list[Group]) -> dict[str, float]:
         """What came to nothing since the last step, by task; each is logged, once."""
         failures = [failure for group in groups for failure in group.failures]
-        for ended in self.stream.take_untrained() if self.stream else ():
-            group = ended.work
-            if not group.failures:  # else it has said why itself
-                group.fail(ended.kind, ended.reason)
-            failures += group.failures
         self.folder.log_failures(self.steps_done, failures)
         died, self.crew.generators.deaths.since_step = self.crew.generators.deaths.since_step, 0
         return {**failure_metrics(failures, self.tasks), "generators/died": died}
@@ -263,28 +268,21 @@ class Controller(Configurable):
         return await self.answer("environment", "respond", call)
 
     async def grade(self, groups: list[Group]) -> None:
-        """Give each group its scored rollouts. One whose reward function fails is lost; if that is
-        all of them, it is no accident."""
-        alive = [group for group in groups if group.conversations]
+        """Give each group its scored rollouts."""
+        alive, asked = [group for group in groups if group.conversations], time.monotonic()
+        if not alive:
+            raise RuntimeError(groups[0].failures[0].reason)
         call = self.crew.grader.actor.rewards.call_one([group.ungraded for group in alive])
         given = await self.answer("grader", "grade", call)
-        for group, rewards in zip(alive, given, strict=True):
-            if isinstance(rewards, RewardError):
-                group.conversations = []
-                group.fail("failed", str(rewards))
-            else:
-                group.scored = pair([c.rollout for c in group.conversations], rewards)
-        if not any(group.scored for group in groups):
-            raise next(
-                (error for error in given if isinstance(error, RewardError)),
-                RuntimeError(groups[0].failures[0].reason),
-            )
+        for group in alive:
+            waited(group.conversations, "grade", since=asked)
+        take_rewards(alive, given)
 
     async def train(self, episodes: list[Episode]) -> dict[str, float]:
         """Optimizer steps on these episodes: one, unless trainer.updates_per_step says more."""
         parts = deal_groups(await self.complete(episodes), self.config.trainer.updates_per_step)
         grids = [self.weighed_grid(part) for part in parts]
-        call = self.crew.trainer.actor.train_step.call(*grids)
+        call = self.crew.trainer.actor.train_step.call(*grids, step=self.steps_done)
         metrics = merge_metrics(per_rank(await self.answer("trainer", "train", call)))
         self.policy_version += 1
         return {**flatten(metrics), **grid_metrics(grids)}
@@ -301,7 +299,8 @@ class Controller(Configurable):
         validate(
             episodes,
             vocab_size=self.vocab_size,
-            version=self.policy_version,
+            # Another trainer's count: it may have trained a step that this one leaves out.
+            version=None if self.dump else self.policy_version,
             experts=self.experts,
         )
         if self.crew.reference:
@@ -345,8 +344,7 @@ class Controller(Configurable):
         """Greedy accuracy and reward on the held-out prompts."""
         await self.roll_out(self.heldout)
         await self.grade(self.heldout)
-        name = f"step-{self.steps_done:06d}-evaluation"
-        self.rollout_log.write(name, self.heldout, split="evaluation")
+        await self.rollout_log.write(self.steps_done, self.heldout, split="evaluation")
         return evaluation_metrics(all_scored(self.heldout))
 
     async def save(self) -> None:
@@ -370,7 +368,8 @@ class Controller(Configurable):
 
     async def __aenter__(self) -> "Controller":
         """Write the config, spawn the actors side by side, and give the generator the weights."""
-        for change in self.folder.create(self.config.to_dict()):
+        model = self.config.model_folder
+        for change in self.folder.create(self.config.to_dict(), model=model):
             console.print(f"changed since the run started: {change}", markup=False)
         start_monarch(self.folder.log_file("monarch"))
         try:

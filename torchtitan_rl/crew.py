@@ -57,9 +57,11 @@ class Crew:
 
     async def start(self) -> None:
         """Spawn them all; each is ready when this returns."""
-        starting = [self._start_trainer(), self.generators.start(), self._start_grader()]
-        if self._interactive:
-            starting.append(self._start_environment())
+        starting = [self._start_trainer()]
+        if not self._config.train_from:
+            starting += [self.generators.start(), self._start_grader()]
+            if self._interactive:
+                starting.append(self._start_environment())
         if self._config.has_reference:
             starting.append(self._start_reference())
         await together(*starting)
@@ -78,6 +80,7 @@ class Crew:
             model=self._model,
             steps=config.steps,
             checkpoint_folder=str(self._folder.checkpoints),
+            tokens_folder=str(self._folder.tokens),
             keep=config.checkpoint.keep,
             seed=config.seed,
             resume=config.resume,

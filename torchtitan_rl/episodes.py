@@ -34,19 +34,16 @@ def make_batch(
     for group in groups:
         if not group.scored:
             continue  # none of its rollouts came to anything
-        group.advantages = group_advantages(advantage, group.scored, group.id)
+        if not group.recorded:
+            batch.unattributed += judge(group, advantage, holdout_share=holdout_share)
         rl = any(group.advantages)
         for conversation, scored, value in zip(
             group.conversations, group.scored, group.advantages, strict=True
         ):
-            samples, unattributed = echoing_samples(
-                group.task.config.echo, conversation.turns, conversation.rollout
-            )
-            batch.unattributed += unattributed
-            conversation.heldout = is_heldout(f"{group.id}/{conversation.number}", holdout_share)
             into = batch.heldout if conversation.heldout else batch.episodes
             into += to_episodes(
-                samples,
+                conversation.samples or [],
+                name=f"{group.id}/{conversation.number}",
                 rl=rl,
                 policy_version=conversation.rollout.policy_version,
                 reward=scored.reward,
@@ -57,6 +54,23 @@ def make_batch(
             )
     _level(batch.episodes + batch.heldout)
     return batch
+
+
+def judge(group: Group, advantage: AdvantageConfig, *, holdout_share: float) -> int:
+    """Give the group its advantages, and its conversations their samples; say which are held out.
+
+    Returns how many turns could not be attributed. The rollout log keeps all of this, so that a
+    batch can be made of it again.
+    """
+    group.advantages = group_advantages(advantage, group.scored, group.id)
+    unattributed = 0
+    for conversation in group.conversations:
+        conversation.samples, unknown = echoing_samples(
+            group.task.config.echo, conversation.turns, conversation.rollout
+        )
+        unattributed += unknown
+        conversation.heldout = is_heldout(f"{group.id}/{conversation.number}", holdout_share)
+    return unattributed
 
 
 @dataclass(kw_only=True, slots=True)
@@ -107,13 +121,15 @@ def echoing_samples(
     return merge_turns(turns, alphas), unattributed
 
 
-def to_episodes(samples: Sequence[Sample], *, rl: bool, **of_all: Any) -> list[Episode]:
+def to_episodes(
+    samples: Sequence[Sample], *, rl: bool, name: str = "", **of_all: Any
+) -> list[Episode]:
     """An episode for each sample that teaches something; without `rl`, only where it echoes.
 
-    `of_all` are the fields that they share: task, advantage and so on.
+    `name` is of the rollout; `of_all` are the fields that they share: task, advantage and so on.
     """
     episodes = []
-    for sample in samples:
+    for number, sample in enumerate(samples):
         prompt = sample.prompt_length
         echoes = sample.alphas.count(None) < len(sample.alphas)
         if not rl and not echoes:
@@ -123,6 +139,7 @@ def to_episodes(samples: Sequence[Sample], *, rl: bool, **of_all: Any) -> list[E
         sampled = sample.versions.count(NOBODY) < len(sample.versions)
         episodes.append(
             Episode(
+                name=f"{name}/{number}",
                 prompt_token_ids=sample.ids[:prompt],
                 token_ids=sample.ids[prompt:],
                 token_logprobs=logprobs if recorded else None,

@@ -4,17 +4,17 @@ import asyncio
 import copy
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torchtitan_rl.actors.environment import Request, Response
-from torchtitan_rl.actors.grader import Ungraded
-from torchtitan_rl.conversation import Rendered, Turn
+from torchtitan_rl.actors.grader import RewardError, Ungraded, pair
+from torchtitan_rl.conversation import Rendered, Sample, Turn
 from torchtitan_rl.models.render import ChatRenderer
 from torchtitan_rl.observability.console import console
 from torchtitan_rl.sampling import SamplingConfig
-from torchtitan_rl.tasks.task import Example, Task
+from torchtitan_rl.tasks.task import Example, Reward, Task
 from torchtitan_rl.tasks.tools import ToolCall
 from torchtitan_rl.types import Completion, Message, Rollout, ScoredCompletion, Status
 
@@ -85,6 +85,10 @@ class Group:
     scored: list[ScoredCompletion] = field(default_factory=list)
     advantages: list[float] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
+    buried: list["Conversation"] = field(default_factory=list)
+    """Conversations that came to nothing, or are not trained; each says why."""
+    recorded: bool = False
+    """Read from a dump, with advantages, samples and what is held out as they were."""
 
     def fail(self, kind: str, reason: str, rollouts: int | None = None) -> Failure:
         """Note that some of its rollouts, or all, came to nothing."""
@@ -105,13 +109,28 @@ class Group:
         with all or none."""
         dead = [c for c in self.conversations if c.failed]
         self.conversations = [c for c in self.conversations if not c.failed]
+        self.buried += dead
         if dead and self.task.group_scoring and self.conversations:
-            rest, self.conversations = len(self.conversations), []
-            self.fail("failed", "another sample of its group failed", rest)
+            rest, reason = len(self.conversations), "another sample of its group failed"
+            self.bury_all("failed", reason)
+            self.fail("failed", reason, rest)
         for conversation in dead:
             assert conversation.failed is not None
             kind, reason = conversation.failed
             self.fail(kind, reason, rollouts=1)
+
+    def bury_all(self, kind: str, reason: str) -> None:
+        """None of its conversations is trained."""
+        for conversation in self.conversations:
+            conversation.failed = (kind, reason)
+        self.buried += self.conversations
+        self.conversations = []
+
+    def give_up(self, kind: str, reason: str) -> None:
+        """It ended without being trained."""
+        if not self.failures:  # else it has said why itself
+            self.fail(kind, reason)
+        self.bury_all(kind, reason)
 
 
 class Conversation:
@@ -139,6 +158,10 @@ class Conversation:
         self.heldout = False
         self.failed: tuple[str, str] | None = None
         """Kind and reason, if it came to nothing."""
+        self.samples: list[Sample] | None = None
+        """Its sequences to train on, with their echo weights."""
+        self.seconds = dict.fromkeys(("generate", "respond", "grade"), 0.0)
+        """How long it waited for each; conversations that share a call share its time."""
         self.rollout = Rollout(
             completions=[],
             messages=list(group.example.messages),
@@ -244,25 +267,29 @@ def fitted(sampling: SamplingConfig, shown: Rendered, limits: RolloutConfig) -> 
     return replace(sampling, max_tokens=min(sampling.max_tokens, room))
 
 
-def check_prompt(group: Group, limits: RolloutConfig) -> None:
-    """Refuse a prompt that leaves no room: for a word in a conversation, for a whole completion in
-    a task of one turn, which would be cut short unnoticed."""
-    prompt = len(group.shown.token_ids)
-    sampled = 1 if group.task.interactive else group.sampling.max_tokens
-    if prompt + sampled > limits.max_tokens:
-        hint = ""
-        if group.task.shown_tools:
-            hint = "; or leave the description of its tools out, with show_tools=False of the task"
-        raise ValueError(
-            f"the prompt of group {group.id} has {prompt} tokens; with {sampled} to sample that is "
-            f"more than a rollout may have, {limits.max_tokens}: raise "
-            f"generator.engine.max_model_len (and rollout.max_tokens, if it is set){hint}"
-        )
-
-
 def all_scored(groups: Sequence[Group]) -> list[tuple[str, ScoredCompletion]]:
     """Every sample with the name of its task."""
     return [(group.task.name, scored) for group in groups for scored in group.scored]
+
+
+def take_rewards(groups: Sequence[Group], given: Sequence[list[Reward] | RewardError]) -> None:
+    """What the grader said of each group. One whose reward function failed is lost; if that is all
+    of them, it is no accident."""
+    for group, rewards in zip(groups, given, strict=True):
+        if isinstance(rewards, RewardError):
+            group.bury_all("failed", str(rewards))
+            group.fail("failed", str(rewards))
+        else:
+            group.scored = pair([c.rollout for c in group.conversations], rewards)
+    if groups and not any(group.scored for group in groups):
+        raise next(error for error in given if isinstance(error, RewardError))
+
+
+def waited(conversations: Iterable[Conversation], phase: str, *, since: float) -> None:
+    """They have waited since that time, by the monotonic clock."""
+    seconds = time.monotonic() - since
+    for conversation in conversations:
+        conversation.seconds[phase] += seconds
 
 
 def warn_of_failures(groups: Sequence[Group]) -> None:
@@ -294,23 +321,27 @@ async def roll_out(
     """
     started = time.monotonic()
     for group in groups:
-        group.conversations, group.scored, group.failures = [], [], []
+        group.conversations, group.scored, group.failures, group.buried = [], [], [], []
     first = await sample(
         [group.shown.token_ids for group in groups],
         [fitted(group.sampling, group.shown, limits) for group in groups],
         [group.id for group in groups],
         [group.id for group in groups],
     )
+    generated = time.monotonic() - started
     talking = []
     for completion in first:
         group = groups[completion.prompt_idx]
         number = len(group.conversations)
         conversation = Conversation(group, number, renderer, limits, started=started)
+        conversation.seconds["generate"] = generated
         group.conversations.append(conversation)
         if conversation.goes_on(conversation.take, completion):
             talking.append(conversation)
     while talking:
+        asked = time.monotonic()
         responses = await respond([c.request for c in talking])
+        waited(talking, "respond", since=asked)
         listening = []
         for conversation, response in zip(talking, responses, strict=True):
             if conversation.goes_on(conversation.hear, response):
@@ -318,12 +349,14 @@ async def roll_out(
             await asyncio.sleep(0)  # rendering takes a while: let others in between
         if not listening:
             break
+        asked = time.monotonic()
         completions = await sample(
             [c.shown.token_ids for c in listening],
             [c.sampling for c in listening],
             [c.id for c in listening],
             [c.group_id for c in listening],
         )
+        waited(listening, "generate", since=asked)
         talking = [
             conversation
             for conversation, completion in zip(listening, completions, strict=True)

@@ -164,6 +164,8 @@ class Episode:
     ] = None
     """Weight of a token's cross-entropy beside RL; NaN where it has none. A token with a weight, be
     it 0, is out of RL."""
+    name: str = ""
+    """Of its sequence: `<group>/<sample>/<number>`; for the token export."""
     loss_mask: list[bool] | None = None
     """Which tokens of prompt and completion train by RL, unless they echo; None: all of
     `token_ids`, none of the prompt."""

@@ -177,9 +177,11 @@ def supervised(config: "Controller.Config", work: Path) -> "Controller.Config":
             engine=replace(engine, return_routed_experts=False),
         ),
         advantage=AdvantageConfig(name="reward"),
+        train_from="",
         save_rollouts=False,
         trainer=replace(
             config.trainer,
+            export_tokens=False,
             loss=LossConfig(name="reinforce"),
             updates_per_step=1,
             router_replay=False,

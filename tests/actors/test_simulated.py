@@ -51,7 +51,7 @@ async def test_declared_failures_cost_groups_and_never_the_run(tmp_path, tiny_mo
     )
     rows = await run(config, 5)
     assert all(row["episodes"] == 32 for row in rows)
-    assert 1 <= max(row["policy_age/max"] for row in rows) <= ahead
+    assert 1 <= max(row["policy_age/all/max"] for row in rows) <= ahead
     assert sum(row["rollouts/failed/all"] for row in rows) > 0
 
 

@@ -31,6 +31,7 @@ from torchtitan_rl.batching.microbatch import single
 from torchtitan_rl.batching.reduction import weigh
 from torchtitan_rl.models.mesh import Parallelism
 from torchtitan_rl.models.tiny import write_tiny_model
+from torchtitan_rl.observability.jsonl import read_lines
 from torchtitan_rl.observability.metrics import flatten, merge_metrics
 
 
@@ -60,6 +61,7 @@ async def start_trainer(model, folder, ranks, tensor_parallel=1, **kwargs):
             data_parallel_shard_degree=ranks, tensor_parallel_degree=tensor_parallel
         ),
         threads=1,
+        export_tokens="tokens_folder" in kwargs,
     )
     return await spawn_trainer(
         config, model=str(model), steps=10, checkpoint_folder=str(folder), **kwargs
@@ -67,12 +69,24 @@ async def start_trainer(model, folder, ranks, tensor_parallel=1, **kwargs):
 
 
 @pytest.fixture(scope="module")
-async def trainers(tiny_model, tmp_path_factory):
+def tokens_folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("tokens")
+
+
+@pytest.fixture(scope="module")
+async def trainers(tiny_model, tmp_path_factory, tokens_folder):
     """One rank, two data-parallel ranks, two by two tensor-parallel ranks; started side by side."""
     spawned = await asyncio.gather(
-        start_trainer(tiny_model, tmp_path_factory.mktemp("one"), ranks=1),
-        start_trainer(tiny_model, tmp_path_factory.mktemp("two"), ranks=2),
-        start_trainer(tiny_model, tmp_path_factory.mktemp("tp"), ranks=2, tensor_parallel=2),
+        *(
+            start_trainer(
+                tiny_model,
+                tmp_path_factory.mktemp(name),
+                ranks,
+                tensor_parallel,
+                tokens_folder=tokens_folder / name,
+            )
+            for name, ranks, tensor_parallel in (("one", 1, 1), ("two", 2, 1), ("tp", 2, 2))
+        )
     )
     yield [s.actor for s in spawned]
     await asyncio.gather(*(s.stop() for s in spawned))
@@ -309,7 +323,7 @@ async def test_metrics_of_two_ranks_merge_to_those_of_one(trainer, two_ranks):
     for one, two in zip(*values, strict=True):
         assert one.keys() == two.keys()
         assert one == pytest.approx(two, rel=1e-4, abs=1e-6)
-    assert values[0][0]["train/entropy"] != values[0][1]["train/entropy"]
+    assert values[0][0]["entropy/all/mean"] != values[0][1]["entropy/all/mean"]
 
 
 async def test_later_updates_of_a_batch_know_the_policy_it_started_with(trainer):
@@ -323,6 +337,31 @@ async def test_later_updates_of_a_batch_know_the_policy_it_started_with(trainer)
     assert once["loss/masked_high_share"] == once["loss/masked_low_share"] == 0
     assert thrice["loss/masked_high_share"] + thrice["loss/masked_low_share"] > 0
     assert per_rank(await trainer.publish_weights.call())[0].version == version + 2
+
+
+async def test_every_rank_exports_the_tokens_it_trained(trainers, tokens_folder):
+    """Of ranks that share a model, one does. Two updates of a step, and prompts that are shared."""
+    episodes = [
+        replace(e, prompt_token_ids=[1, 2, 3], group_id=str(i // 3), name=f"{i // 3}/{i % 3}/0")
+        for i, e in enumerate(random_episodes(12, longest=20, seed=8))
+    ]
+    for actor, name, ranks in zip(trainers, ("one", "two", "tp"), (1, 2, 2), strict=True):
+        options = {"dp_degree": ranks, "tokens_per_microbatch": 64, "share_prompts": True}
+        grids = [make_grid(part, **options) for part in (episodes[:6], episodes[6:])]
+        before = per_rank(await actor.logprobs.call(single(episodes[0])))[0]
+        await actor.train_step.call(*grids, step=5)
+        await actor.save.call(5)  # by then it is on disk
+        files = sorted((tokens_folder / name).glob("step-000005-*"))
+        assert [file.name[-12:] for file in files] == [f"rank-{r}.jsonl" for r in range(ranks)]
+        records = {r["name"]: r for file in files for _, r in read_lines(file)}
+        assert records.keys() == {e.name for e in episodes}
+        for e in episodes:
+            assert records[e.name]["ids"] == e.prompt_token_ids + e.token_ids
+        first, last = records[episodes[0].name], records[episodes[-1].name]
+        assert first["trainer_logprobs"][3:] == pytest.approx(before[3:].tolist(), abs=1e-5)
+        assert set(first["ratios"][3:]) == {1.0}  # of the first update
+        assert set(last["ratios"][3:]) != {1.0}
+        assert {m for r in records.values() for m in r["masked"]} == {-1, 0, 1}
 
 
 async def test_swapped_weights_serve_the_trainers_policy(two_ranks, tmp_path):

@@ -24,8 +24,8 @@ def corrected(config, w, sequences):
     generator = torch.linspace(-3, -0.5, len(w))
     old = generator + torch.tensor(w, dtype=torch.float64).log()
     ids = torch.tensor(sequences, dtype=torch.int64)
-    weights, metrics = correction_weights(CorrectionConfig(**config), old, generator, ids)
-    return weights.tolist(), flatten(metrics)
+    done = correction_weights(CorrectionConfig(**config), old, generator, ids)
+    return done.weights.tolist(), flatten(done.metrics)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_w_is_bounded_whatever_the_difference():
     old = torch.tensor([0.0, -1000.0, 0.0])
     generator = torch.tensor([-1000.0, 0.0, -1.0])
     config = CorrectionConfig(importance_weight="token", importance_cap=1e12)
-    weights, _ = correction_weights(config, old, generator, torch.arange(3))
+    weights = correction_weights(config, old, generator, torch.arange(3)).weights
     assert weights.tolist() == pytest.approx([math.exp(20), math.exp(-20), math.e])
 
 
@@ -150,12 +150,13 @@ def test_w_is_bounded_whatever_the_difference():
 def test_weights_are_finite_and_never_negative_for_any_difference(tokens, config):
     differences, sequences = map(list, zip(*tokens, strict=True))
     zeros = torch.zeros(len(tokens))
-    weights, metrics = correction_weights(
+    done = correction_weights(
         CorrectionConfig(**config), torch.tensor(differences), zeros, torch.tensor(sequences)
     )
-    assert weights.isfinite().all()
-    assert (weights >= 0).all()
-    assert all(map(math.isfinite, flatten(metrics).values()))
+    assert done.weights.isfinite().all()
+    assert (done.weights >= 0).all()
+    assert all(map(math.isfinite, flatten(done.metrics).values()))
+    assert ((done.weights > 0) | done.high | done.low).all()  # what is dropped says why
 
 
 ratios = st.sampled_from([1e-5, 0.3, 0.7, 0.98, 1.0, 1.005, 1.2, 3.0, 7.0, 300.0])
@@ -177,14 +178,14 @@ def test_no_gradient_passes_through_the_weights():
     old = torch.tensor([-1.0, -2.0], requires_grad=True)
     generator = torch.tensor([-1.1, -1.9], requires_grad=True)
     config = CorrectionConfig(**EVERYTHING)
-    weights, _ = correction_weights(config, old, generator, torch.tensor([0, 0]))
+    weights = correction_weights(config, old, generator, torch.tensor([0, 0])).weights
     assert not weights.requires_grad
 
 
 def test_weights_are_float32_whatever_the_logprobs_are():
     old, generator = torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.bfloat16)
     config = CorrectionConfig(**EVERYTHING)
-    weights, _ = correction_weights(config, old, generator, torch.tensor([0, 0]))
+    weights = correction_weights(config, old, generator, torch.tensor([0, 0])).weights
     assert weights.dtype == torch.float32
 
 

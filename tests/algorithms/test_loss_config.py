@@ -162,6 +162,10 @@ def ignores_weights(inputs):
     return LossOutput((-inputs.advantages * inputs.logprobs).sum())
 
 
+def holds_by_number(inputs):
+    return LossOutput(inputs.total(-inputs.logprobs), high=inputs.advantages)
+
+
 def metric_is_a_float(inputs):
     return LossOutput(inputs.total(inputs.logprobs), {"loss/mine": 0.5})
 
@@ -207,6 +211,7 @@ def test_what_a_loss_of_ones_own_reads_is_found_out():
         ("reads_reference", "failed on a trial batch of 3 tokens .*without trainer.loss.ref_kl"),
         ("infinite_slope", "gradient of loss_sum is not finite"),
         ("no_metrics", "metrics must be a dict; got None"),
+        ("holds_by_number", "high must be a bool for each token; got torch.float32"),
         ("needs_a_token", "failed on a trial batch of 0 tokens"),
         ("ignores_weights", "leaves out inputs.weights"),
         ("metric_is_a_float", r"metric 'loss/mine' is 0.5; give it as Mean\(total, weight\)"),

@@ -244,11 +244,26 @@ def test_each_term_has_its_metric():
         "ref_kl": kl_sum("k1", REFERENCE, ones) / 4,
         "loss/total": output.loss_sum.item() / 4,
         "correction/token_mask_share": 0.25,
-        "mismatch/mean": 0.9,
-        "mismatch/max": 2.9,
-        "mismatch_kl/max": math.exp(3) - 3 - 1,
     }
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+    apart = mismatch(tokens())
+    assert apart["mismatch"].tolist() == pytest.approx([0.1, 0.3, 0.3, 2.9])
+    assert apart["mismatch_kl"].max().item() == pytest.approx(math.exp(3) - 3 - 1)
+
+
+def test_what_is_held_is_told_token_by_token():
+    """By the trust region, on t - o: 0.1, 0, -0.2, 0.1; by the correction, on o - g."""
+    clip = {"clip_low": 0.1, "clip_high": 0.05}
+    plain = objective(LossConfig(name="cispo", kwargs=clip), tokens())
+    assert plain.high.tolist() == [True, False, False, True]
+    assert plain.low.tolist() == [False, False, True, False]
+    masks = CorrectionConfig(token_mask="on", token_mask_bounds=(0.8, 1.2))
+    both = objective(LossConfig(name="cispo", kwargs=clip, correction=masks), tokens())
+    assert both.high.tolist() == [True, True, False, True]
+    assert both.low.tolist() == [False, False, True, False]
+    alone = objective(LossConfig(name="reinforce", correction=masks), tokens())
+    assert alone.high.tolist() == [False, True, False, True]
+    assert objective(LossConfig(name="sapo"), tokens()).high is None
 
 
 def test_metrics_of_microbatches_merge_to_those_of_the_batch():
@@ -264,8 +279,7 @@ def test_metrics_of_microbatches_merge_to_those_of_the_batch():
 
 def test_mismatch_is_zero_where_trainer_and_generator_agree_and_else_positive():
     t, kl = [-1.0, -2.0, -3.0], [0.0, math.exp(-0.5) + 0.5 - 1, math.exp(0.5) - 0.5 - 1]
-    metrics = flatten(mismatch(loss_inputs(t, g=[-1.0, -1.5, -3.5])))
-    assert metrics["mismatch_kl/mean"] == pytest.approx(sum(kl) / 3)
-    assert metrics["mismatch_kl/max"] == pytest.approx(max(kl))
-    assert metrics["mismatch/mean"] == pytest.approx(1 / 3)
-    assert set(flatten(mismatch(loss_inputs(t, g=t))).values()) == {0.0}
+    apart = mismatch(loss_inputs(t, g=[-1.0, -1.5, -3.5]))
+    assert apart["mismatch_kl"].tolist() == pytest.approx(kl)
+    assert apart["mismatch"].tolist() == pytest.approx([0.0, 0.5, 0.5])
+    assert not torch.cat(list(mismatch(loss_inputs(t, g=t)).values())).any()

@@ -12,6 +12,7 @@ from torchtitan_rl.observability.metrics import (
     Mean,
     Same,
     Sum,
+    by_task,
     flatten,
     merge_metrics,
 )
@@ -190,3 +191,41 @@ def test_evaluations_name_tasks_only_if_there_are_several():
 
 def test_no_rollouts_give_no_metrics():
     assert rollout_metrics([]) == {}
+
+
+def test_tokens_are_counted_for_all_tasks_and_for_each():
+    ages = {"age": torch.tensor([1, 3, 8])}
+    flat = flatten(by_task(ages, ["sums", "words", "none"], torch.tensor([0, 0, 1])))
+    assert flat["age/all/mean"] == 4.0
+    assert (flat["age/sums/mean"], flat["age/sums/std"], flat["age/sums/max"]) == (2.0, 1.0, 3.0)
+    assert flat["age/words/max"] == 8.0
+    assert "age/none/mean" not in flat
+
+
+@given(
+    tokens=st.lists(st.tuples(st.floats(-9, 9, width=32), st.integers(0, 4)), max_size=20),
+    names=st.lists(st.sampled_from(["sums", "words"]), min_size=5, max_size=5),
+)
+def test_tasks_may_differ_from_rank_to_rank(tokens, names):
+    """Whatever is dealt to which rank, merged it is what one rank would have measured."""
+
+    def measured(part):
+        values, sequences = [v for v, _ in part], [s for _, s in part]
+        tasks = names if part else []
+        return by_task(
+            {"x": torch.tensor(values)}, tasks, torch.tensor(sequences, dtype=torch.int64)
+        )
+
+    whole = flatten(measured(tokens))
+    own = [[t for t in tokens if names[t[1]] == name] for name in ("sums", "words")]
+    merged = flatten(merge_metrics(map(measured, own)))
+    assert merged == pytest.approx(whole, abs=1e-5)
+
+
+def test_a_single_task_is_measured_once(monkeypatch):
+    calls = []
+    of = Distribution.of
+    monkeypatch.setattr(Distribution, "of", lambda values: calls.append(1) or of(values))
+    flat = flatten(by_task({"x": torch.ones(3)}, ["sums"] * 3, torch.tensor([0, 1, 2])))
+    assert flat["x/all/mean"] == flat["x/sums/mean"] == 1.0
+    assert len(calls) == 1

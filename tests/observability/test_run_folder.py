@@ -31,6 +31,16 @@ def test_a_new_run_gets_its_config_and_its_logs_folder(path):
     assert folder.log_file("trainer") == str(path / "logs" / "trainer.log")
 
 
+def test_a_run_keeps_the_tokenizer_of_its_model(path, tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    RunFolder(path, resume=False).create(CONFIG, model=model)
+    assert not (path / "tokenizer.json").exists()
+    (model / "tokenizer.json").write_text("{}")
+    RunFolder(path, resume=True).create(CONFIG, model=model)
+    assert (path / "tokenizer.json").read_text() == "{}"
+
+
 def test_an_existing_run_is_not_overwritten(path):
     existing_run(path)
     with pytest.raises(RunFolderError, match=r"run already holds a run.*--resume.*--run_name"):

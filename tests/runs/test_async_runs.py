@@ -11,6 +11,7 @@ import pytest
 from tests.support import LowTokens, low_tokens, small_engine
 from torchtitan_rl.actors.simulated import SimulatedGenerator, SimulatedTrainer
 from torchtitan_rl.controller import Controller
+from torchtitan_rl.observability.jsonl import read_lines
 from torchtitan_rl.rollout import RolloutConfig
 from torchtitan_rl.sampling import SamplingConfig
 from torchtitan_rl.types import Rollout
@@ -63,7 +64,15 @@ async def steps(config, count, meanwhile=None):
         rows = [await controller.step(step) for step in range(count)]
         if disturbing:
             disturbing.cancel()
+        controller.rollout_log.close()
     return rows, controller
+
+
+def saved(folder):
+    """All rollouts of the run; each is there once."""
+    records = [r for file in folder.glob("run/rollouts/*") for _, r in read_lines(file)]
+    assert len({(r["group"], r["sample"]) for r in records}) == len(records)
+    return records
 
 
 @pytest.mark.timeout(240)
@@ -91,8 +100,8 @@ async def test_generation_runs_ahead_and_survives_its_generators(tmp_path, tiny_
     rows, controller = await steps(config, 8, kill)
     assert [row["policy_version"] for row in rows] == list(range(1, 9))
     assert all(row["episodes"] == 16 for row in rows)
-    assert all(row["mismatch/max"] <= 1e-4 for row in rows if row["policy_age/max"] == 0)
-    assert max(row["policy_age/max"] for row in rows) == 1
+    assert all(row["mismatch/all/max"] <= 1e-4 for row in rows if row["policy_age/all/max"] == 0)
+    assert max(row["policy_age/all/max"] for row in rows) == 1
     assert sum(row["generators/died"] for row in rows) == controller.crew.generators.deaths.total
     assert controller.crew.generators.deaths.total >= 1
     assert all(row["groups/dropped/all"] == 0 for row in rows)
@@ -121,6 +130,10 @@ async def test_reward_functions_that_fail_cost_their_group(tmp_path, tiny_model,
     assert {record["task"] for record in logged} == {"moody"}
     assert all("raised KeyError" in record["reason"] for record in logged)
     assert len({record["group"] for record in logged}) == len(logged)
+    dropped = [record for record in saved(tmp_path) if record["split"] == "dropped"]
+    assert len(dropped) == sum(row["rollouts/failed/all"] for row in rows)
+    assert all("raised KeyError" in record["failure"] for record in dropped)
+    assert all(record["reward"] is None and record["sequences"] for record in dropped)
 
 
 async def test_a_reward_function_that_always_fails_ends_the_run(tmp_path, tiny_model):
@@ -153,4 +166,7 @@ async def test_dynamic_sampling_keeps_what_teaches(tmp_path, tiny_model):
     )
     rows, _ = await steps(config, 2)
     assert all(row["episodes"] == 8 for row in rows)
-    assert sum(row.get("rollouts/dropped/all", 0) for row in rows) > 0
+    not_useful = [r for r in saved(tmp_path) if r["split"] == "dropped"]
+    assert {r["failure"] for r in not_useful} == {"not useful"}
+    assert len(not_useful) == sum(row.get("rollouts/dropped/all", 0) for row in rows) > 0
+    assert all(r["reward"] is not None and r["status"] != "failed" for r in not_useful)

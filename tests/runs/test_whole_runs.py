@@ -14,6 +14,7 @@ import psutil
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from torchtitan_rl.observability.jsonl import read_lines
 from torchtitan_rl.observability.run_folder import find_checkpoints
 from torchtitan_rl.observability.sinks import read_metrics
 
@@ -100,12 +101,12 @@ def finished(tiny_model, tmp_path_factory) -> Run:
 def test_a_run_writes_what_it_promises(finished):
     rows = finished.metrics()
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5, 6]
-    promised = ["reward/all/mean", "mismatch/max", "tokens_per_second", "time/step"]
+    promised = ["reward/all/mean", "mismatch/all/max", "tokens_per_second", "time/step"]
     promised += [f"time/{phase}" for phase in ("generate", "grade", "train", "sync")]
     for row in rows[:-1]:
         assert set(promised) <= row.keys()
         assert ("eval/accuracy" in row) == (row["step"] % 2 == 0)
-        assert row["mismatch/max"] <= 1e-4
+        assert row["mismatch/all/max"] <= 1e-4
         assert row["policy_version"] == row["step"] + 1
         assert not [key for key in row if "echo" in key]  # it is off
     assert set(rows[-1]) == {"step", "eval/accuracy", "eval/reward"}
@@ -154,6 +155,47 @@ def test_the_final_model_loads_elsewhere_and_has_learned(finished, tiny_model):
         return m(prompt).logits[0, -1].softmax(-1)[:100].sum().item()
 
     assert low_mass(model) > low_mass(AutoModelForCausalLM.from_pretrained(tiny_model)) + 0.01
+
+
+def test_the_trainer_alone_makes_the_same_model_of_the_saved_rollouts(
+    finished, tiny_model, tmp_path
+):
+    """Without generator and grader, to the last bit; and what it computed is there by token."""
+    source = ["--train_from", str(finished.folder), "--trainer.export_tokens"]
+    run = Run(tiny_model, tmp_path, *source)
+    assert run.finish() == 0, run.output
+    assert "nothing is generated, graded or evaluated" in run.output
+    assert not [
+        log for log in (run.folder / "logs").iterdir() if log.stem in ("generator", "grader")
+    ]
+    rows, originals = run.metrics(), finished.metrics()[:-1]
+    for row, original in zip(numbers(rows), numbers(originals), strict=True):
+        assert row == {k: v for k, v in original.items() if not k.startswith("eval/")}
+        assert row["train/grad_norm"] > 0
+    left, right = (r.folder / "model" / "model.safetensors" for r in (run, finished))
+    assert left.read_bytes() == right.read_bytes()
+    assert (run.folder / "tokenizer.json").read_bytes() == (
+        tiny_model / "tokenizer.json"
+    ).read_bytes()
+    for step in range(6):
+        name = f"rollouts/step-{step:06d}.jsonl"
+        assert (run.folder / name).read_bytes() == (finished.folder / name).read_bytes()
+        rollouts = [rollout for _, rollout in read_lines(run.folder / name)]
+        tokens = list(read_lines(run.folder / f"tokens/step-{step:06d}-rank-0.jsonl"))
+        assert len(tokens) == rows[step]["episodes"]
+        sampled = {f"{r['group']}/{r['sample']}/0": r for r in rollouts}
+        for _, record in tokens:
+            rollout = sampled[record["name"]]
+            [sequence] = rollout["sequences"]
+            prompt = len(sequence["prompt_ids"])
+            assert record["ids"] == sequence["prompt_ids"] + sequence["ids"]
+            assert record["rl"] == [0] * prompt + [1] * len(sequence["ids"])
+            assert record["advantages"][prompt:] == pytest.approx(
+                [rollout["advantage"]] * len(sequence["ids"])
+            )
+            assert record["trainer_logprobs"][prompt:] == pytest.approx(
+                sequence["logprobs"], abs=1e-4
+            )
 
 
 @pytest.mark.timeout(600)

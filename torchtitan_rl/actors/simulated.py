@@ -17,8 +17,9 @@ from torchtitan.config import Configurable
 from torchtitan_rl.actors.engine import sample_seed
 from torchtitan_rl.actors.generator import VLLMGenerator
 from torchtitan_rl.actors.trainer import Trainer
+from torchtitan_rl.batching.documents import segment_ids, segments
 from torchtitan_rl.batching.grid import Grid
-from torchtitan_rl.observability.metrics import Distribution, Metrics, merge_metrics
+from torchtitan_rl.observability.metrics import Metrics, by_task, merge_metrics
 from torchtitan_rl.sampling import SamplingConfig
 from torchtitan_rl.types import Completion
 from torchtitan_rl.weight_sync.handle import WeightHandle
@@ -119,6 +120,7 @@ class SimulatedTrainer(Actor, Configurable):
         model: str,
         steps: int,
         checkpoint_folder: str,
+        tokens_folder: str,
         keep: int,
         seed: int,
     ) -> None:
@@ -133,7 +135,7 @@ class SimulatedTrainer(Actor, Configurable):
         return 0
 
     @concurrent_endpoint
-    async def train_step(self, *grids: Grid) -> Metrics:
+    async def train_step(self, *grids: Grid, step: int = 0) -> Metrics:
         measured = merge_metrics([_ages(grid, self._version) for grid in grids])
         await asyncio.sleep(self.config.seconds_per_step)
         self._version += 1
@@ -158,9 +160,10 @@ class SimulatedTrainer(Actor, Configurable):
 
 
 def _ages(grid: Grid, version: int) -> Metrics:
-    ages = [
-        version - cell.streams["token_versions"][cell.streams["loss_mask"]]
-        for row in grid.cells
-        for cell in row
-    ]
-    return merge_metrics({"policy_age": Distribution.of(tokens)} for tokens in ages)
+    measured = []
+    for cell in (cell for row in grid.cells for cell in row):
+        trains = cell.streams["loss_mask"]
+        ages = version - cell.streams["token_versions"][trains]
+        sequences = segment_ids(segments(cell.documents))[trains]
+        measured.append(by_task({"policy_age": ages}, cell.tasks, sequences))
+    return merge_metrics(measured)

@@ -15,19 +15,14 @@ from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.config import Configurable
 
 from torchtitan_rl.algorithms.echo import echo_loss
-from torchtitan_rl.algorithms.objective import LossConfig, objective
+from torchtitan_rl.algorithms.objective import LossConfig, mismatch, objective
 from torchtitan_rl.algorithms.policy_loss import LossInputs, LossOutput
 from torchtitan_rl.batching.grid import Grid
 from torchtitan_rl.batching.microbatch import Microbatch
 from torchtitan_rl.batching.overlong import Overlong
 from torchtitan_rl.models.mesh import Parallelism
-from torchtitan_rl.observability.metrics import (
-    Distribution,
-    Mean,
-    Metrics,
-    Same,
-    merge_metrics,
-)
+from torchtitan_rl.observability.metrics import Mean, Metrics, Same, by_task, merge_metrics
+from torchtitan_rl.observability.token_export import TokenExport
 from torchtitan_rl.platform import Dtype, device_type
 from torchtitan_rl.weight_sync.handle import Transport, WeightHandle, make_publisher
 
@@ -102,6 +97,8 @@ class Trainer(Actor, Configurable):
         """How weights reach the generator."""
         threads: int = 0
         """CPU threads per rank; 0 is all cores of the machine divided by the ranks."""
+        export_tokens: bool = False
+        """Write what was computed for every token to the run's `tokens` folder."""
 
         def __post_init__(self) -> None:
             if self.tokens_per_microbatch < 1:
@@ -120,6 +117,7 @@ class Trainer(Actor, Configurable):
         model: str,
         steps: int,
         checkpoint_folder: str,
+        tokens_folder: str,
         keep: int,
         seed: int,
     ) -> None:
@@ -127,6 +125,7 @@ class Trainer(Actor, Configurable):
         self._model_folder = model
         self._steps = steps
         self._checkpoint_folder, self._keep = checkpoint_folder, keep
+        self._tokens_folder = Path(tokens_folder)
         self._seed = seed
 
     @endpoint
@@ -170,6 +169,9 @@ class Trainer(Actor, Configurable):
             adapter=self.rank.adapter,
         )
         self.checkpoints.load(resume=resume)
+        self.tokens: TokenExport | None = None
+        if config.export_tokens and self.rank.leads:
+            self.tokens = TokenExport(self._tokens_folder, self.rank.dp_rank)
 
     @endpoint
     async def steps_done(self) -> int:
@@ -177,9 +179,11 @@ class Trainer(Actor, Configurable):
         return self.state.step
 
     @endpoint
-    async def train_step(self, *grids: Grid) -> Metrics:
+    async def train_step(self, *grids: Grid, step: int = 0) -> Metrics:
         """One optimizer step on each grid, a part of the global batch; returns this rank's share of
-        the metrics."""
+        the metrics. `step` is the controller's, by which exported tokens are named."""
+        if self.tokens:
+            self.tokens.clear()
         learning_rate = self.lr_schedulers.schedulers[0].get_last_lr()[0]
         # The first part sees the weights the step starts with: there, o is t itself.
         for cell in (cell for grid in grids[1:] for cell in self._column(grid)):
@@ -188,6 +192,8 @@ class Trainer(Actor, Configurable):
         metrics = merge_metrics([self._update(grid) for grid in grids])
         self.lr_schedulers.step()
         self.state.policy_version += 1
+        if self.tokens:
+            self.tokens.write(step)
         metrics["train/learning_rate"] = Same(learning_rate)
         return metrics
 
@@ -198,7 +204,7 @@ class Trainer(Actor, Configurable):
         with torch.no_grad():
             for cell in self._column(grid):
                 with self.rank.replaying(cell, on=self.config.router_replay):
-                    measured.append(self._loss(cell, grid, self.config.loss)[1])
+                    measured.append(self._forward(cell, grid, self.config.loss).metrics)
         return merge_metrics(measured)
 
     @endpoint
@@ -230,13 +236,20 @@ class Trainer(Actor, Configurable):
     @endpoint
     async def save(self, step: int) -> None:
         """Write a checkpoint of everything a resumed run needs, as of `step` finished steps."""
+        self._flush()
         self.state.step = step
         self.checkpoints.save(step)
 
     @endpoint
     async def export_hf(self, folder: str) -> None:
         """Write the weights, config and tokenizer as an HF folder."""
+        self._flush()
         self.checkpoints.export_hf(Path(folder), source=Path(self._model_folder))
+
+    def _flush(self) -> None:
+        """What a run leaves behind is on disk before its processes end."""
+        if self.tokens:
+            self.tokens.flush()
 
     def _column(self, grid: Grid) -> list[Microbatch]:
         return [row[self.rank.dp_rank] for row in grid.cells]
@@ -265,38 +278,55 @@ class Trainer(Actor, Configurable):
         """Accumulate the gradient of one microbatch."""
         # Around the backward pass too: activation checkpointing runs the routers again.
         with self.rank.replaying(cell, on=self.config.router_replay):
-            total, metrics = self._loss(cell, grid, loss)
-            total.backward()
-        return metrics
+            passed = self._forward(cell, grid, loss)
+            passed.loss.backward()
+        if self.tokens:
+            predicted = passed.predicted
+            self.tokens.add(cell, predicted.logprobs, predicted.entropies, passed.output)
+        return passed.metrics
 
-    def _loss(self, cell: Microbatch, grid: Grid, loss: LossConfig) -> tuple[torch.Tensor, Metrics]:
+    def _forward(self, cell: Microbatch, grid: Grid, loss: LossConfig) -> "Pass":
         """A microbatch's share of the loss of the batch, and what was measured on the way."""
         predicted = self.rank.predict(cell)
         rl = predicted.where(predicted.streams["loss_mask"])
         echo = predicted.where(~predicted.streams["loss_mask"])
-        output = self._objective(rl, loss)
+        inputs = _inputs(rl)
+        output = objective(loss, inputs)
         echoed = echo_loss(echo.logprobs, echo.streams.get("echo_alpha"))
         # A cell of padding still runs backward: FSDP's collectives need every rank.
         total = predicted.logprobs.sum() * 0.0
         total = total + output.loss_sum / max(grid.loss_tokens, 1)
         total = total + echoed.loss_sum / max(grid.echo_tokens, 1)
-        metrics: Metrics = {**output.metrics, **echoed.metrics}
-        metrics["train/entropy"] = Mean(rl.entropies.sum().item(), float(rl.logprobs.numel()))
+        values = {"entropy": rl.entropies}
+        if inputs.generator_logprobs is not None:
+            values |= mismatch(inputs)
         if (versions := rl.streams.get("token_versions")) is not None:
-            metrics["policy_age"] = Distribution.of(self.state.policy_version - versions)
-        return total, metrics
+            values["policy_age"] = self.state.policy_version - versions
+        measured = by_task(values, cell.tasks, rl.sequence_ids)
+        metrics: Metrics = {**output.metrics, **echoed.metrics, **measured}
+        return Pass(total, metrics, predicted, output)
 
-    def _objective(self, predicted: "Predicted", loss: LossConfig) -> LossOutput:
-        logprobs, streams = predicted.logprobs, predicted.streams
-        return objective(
-            loss,
-            LossInputs(
-                logprobs=logprobs,
-                old_logprobs=streams.get("old_logprobs", logprobs.detach()),
-                advantages=streams["advantages"],
-                weights=streams["weights"],
-                sequence_ids=predicted.sequence_ids,
-                generator_logprobs=streams.get("generator_logprobs"),
-                ref_logprobs=streams.get("ref_logprobs"),
-            ),
-        )
+
+@dataclass(slots=True)
+class Pass:
+    """A forward pass over a microbatch."""
+
+    loss: torch.Tensor
+    """Its share of the loss of the batch."""
+    metrics: Metrics
+    predicted: "Predicted"
+    output: LossOutput
+    """Of RL, on those of the predicted tokens that train by it."""
+
+
+def _inputs(predicted: "Predicted") -> LossInputs:
+    logprobs, streams = predicted.logprobs, predicted.streams
+    return LossInputs(
+        logprobs=logprobs,
+        old_logprobs=streams.get("old_logprobs", logprobs.detach()),
+        advantages=streams["advantages"],
+        weights=streams["weights"],
+        sequence_ids=predicted.sequence_ids,
+        generator_logprobs=streams.get("generator_logprobs"),
+        ref_logprobs=streams.get("ref_logprobs"),
+    )

@@ -5,7 +5,7 @@ weights. w = exp(o - g) says by how much, per token. Masks change what trains, n
 is divided by.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -93,11 +93,32 @@ class CorrectionConfig:
     def cap(self) -> float:
         return self.importance_cap or DEFAULT_CAPS[self.importance_weight]
 
-    def holds(self, mask: str, w: torch.Tensor) -> torch.Tensor:
-        """Which values lie within the bounds of a mask that is on."""
+    def outside(self, mask: str, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which values are too high and which too low for a mask that is on."""
         default = DEFAULT_BOUNDS[mask, getattr(self, mask)]
         low, high = getattr(self, f"{mask}_bounds") or default
-        return (w >= low) & (w <= high)
+        return w > high, w < low
+
+
+@dataclass(slots=True)
+class Corrected:
+    """What a correction makes of a microbatch; all tensors are [tokens]."""
+
+    weights: torch.Tensor
+    """What to multiply each token's loss by; 0 where a mask drops it."""
+    high: torch.Tensor
+    """Dropped, or capped, because a ratio is too high."""
+    low: torch.Tensor
+    """Dropped because it is too low."""
+    metrics: Metrics = field(default_factory=dict)
+
+    def drop(self, name: str, high: torch.Tensor, low: torch.Tensor) -> None:
+        """Leave out what a mask finds too high or too low."""
+        outside = high | low
+        dropped = ((self.weights > 0) & outside).sum().item()
+        self.metrics[f"correction/{name}_share"] = Mean(dropped, float(outside.numel()))
+        self.weights = self.weights * ~outside
+        self.high, self.low = self.high | high, self.low | low
 
 
 def correction_weights(
@@ -105,36 +126,34 @@ def correction_weights(
     old_logprobs: torch.Tensor,
     generator_logprobs: torch.Tensor,
     sequence_ids: torch.Tensor,
-) -> tuple[torch.Tensor, Metrics]:
-    """What to multiply each token's loss by (0 where a mask drops it), and what was done; all
-    tensors are [tokens], and no gradient passes.
+) -> Corrected:
+    """What to multiply each token's loss by, and what was done; all tensors are [tokens], and no
+    gradient passes.
 
     Masks look at all tokens of a sequence, also at those that an earlier one has dropped; a share
     in the metrics counts what a mask drops of what those before it have left.
     """
     log_w = (old_logprobs - generator_logprobs).detach().float().clamp(-20.0, 20.0)
     w = log_w.exp()
-    weights = torch.ones_like(w)
-    metrics: Metrics = {}
-
-    def drop(name: str, kept: torch.Tensor) -> None:
-        nonlocal weights
-        dropped = ((weights > 0) & ~kept).sum().item()
-        metrics[f"correction/{name}_share"] = Mean(dropped, float(w.numel()))
-        weights = weights * kept
-
+    none = torch.zeros_like(w, dtype=torch.bool)
+    done = Corrected(torch.ones_like(w), high=none, low=none)
     if config.sequence_outliers != "off":
-        outliers = (~config.holds("sequence_outliers", w)).float()
-        drop("sequence_outliers", sequence_sums(outliers, sequence_ids) == 0)
+        high, low = (
+            sequence_sums(outliers.float(), sequence_ids) > 0
+            for outliers in config.outside("sequence_outliers", w)
+        )
+        done.drop("sequence_outliers", high, low)
     if config.token_mask != "off":
-        drop("token_mask", config.holds("token_mask", w))
+        done.drop("token_mask", *config.outside("token_mask", w))
     if config.importance_weight != "off":
         by_token = config.importance_weight == "token"
         importance = w if by_token else sequence_sums(log_w, sequence_ids).exp()
+        done.high = done.high | (importance > config.cap)
         importance = importance.clamp(max=config.cap)
-        metrics["correction/importance_weight"] = Distribution.of(importance)
-        weights = weights * importance
+        done.metrics["correction/importance_weight"] = Distribution.of(importance)
+        done.weights = done.weights * importance
     if config.sequence_mask != "off":
         over = sequence_means if config.sequence_mask == "geometric" else sequence_sums
-        drop("sequence_mask", config.holds("sequence_mask", over(log_w, sequence_ids).exp()))
-    return weights, metrics
+        value = over(log_w, sequence_ids).exp()
+        done.drop("sequence_mask", *config.outside("sequence_mask", value))
+    return done

@@ -4,7 +4,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from torchtitan_rl.algorithms.correction import CorrectionConfig, correction_weights
+from torchtitan_rl.algorithms.correction import (
+    Corrected,
+    CorrectionConfig,
+    correction_weights,
+)
 from torchtitan_rl.algorithms.kl import ESTIMATORS, KLConfig
 from torchtitan_rl.algorithms.policy_loss import (
     LIMITS,
@@ -16,7 +20,7 @@ from torchtitan_rl.algorithms.policy_loss import (
 )
 from torchtitan_rl.algorithms.probe import check_loss, needs_generator_logprobs
 from torchtitan_rl.batching.reduction import REDUCTIONS
-from torchtitan_rl.observability.metrics import Distribution, Mean, Metrics
+from torchtitan_rl.observability.metrics import Mean, Metrics
 from torchtitan_rl.plugins import check_arguments, nearest, resolve
 
 
@@ -101,8 +105,9 @@ def objective(config: LossConfig, inputs: LossInputs) -> LossOutput:
     The KL terms take every token, also those that a trust region or a correction leaves out.
     """
     tokens = float(inputs.logprobs.numel())
-    corrected, metrics = _corrected(config.correction, inputs)
-    policy = config.policy_loss(corrected)
+    correction = _correction(config.correction, inputs)
+    policy = config.policy_loss(_weighed(inputs, correction))
+    metrics: Metrics = dict(correction.metrics) if correction else {}
     metrics |= {"loss/policy": Mean(policy.loss_sum.item(), tokens), **policy.metrics}
     loss = policy.loss_sum
     for name, kl, other in (
@@ -113,30 +118,40 @@ def objective(config: LossConfig, inputs: LossInputs) -> LossOutput:
             values = ESTIMATORS[kl.estimator](inputs.logprobs - required(other, name))
             loss = loss + kl.coef * inputs.total(values)
             metrics[name] = Mean(values.sum().item(), tokens)
-    if inputs.generator_logprobs is not None:
-        metrics |= mismatch(inputs)
     metrics["loss/total"] = Mean(loss.item(), tokens)
-    return LossOutput(loss, metrics)
+    if correction is None:
+        return LossOutput(loss, metrics, policy.high, policy.low)
+    high, low = _either(correction.high, policy.high), _either(correction.low, policy.low)
+    return LossOutput(loss, metrics, high, low)
 
 
-def _corrected(config: CorrectionConfig, inputs: LossInputs) -> tuple[LossInputs, Metrics]:
+def _correction(config: CorrectionConfig, inputs: LossInputs) -> Corrected | None:
     if not config.on:
-        return inputs, {}
-    factors, metrics = correction_weights(
+        return None
+    return correction_weights(
         config,
         inputs.old_logprobs,
         required(inputs.generator_logprobs, "loss.correction"),
         inputs.sequence_ids,
     )
-    return replace(inputs, weights=inputs.weights * factors), metrics
 
 
-def mismatch(inputs: LossInputs) -> Metrics:
-    """How far trainer and generator are apart on the sampled tokens: |o - g|, which in a
+def _weighed(inputs: LossInputs, correction: Corrected | None) -> LossInputs:
+    if correction is None:
+        return inputs
+    return replace(inputs, weights=inputs.weights * correction.weights)
+
+
+def _either(left: torch.Tensor, right: torch.Tensor | None) -> torch.Tensor:
+    return left if right is None else left | right
+
+
+def mismatch(inputs: LossInputs) -> dict[str, torch.Tensor]:
+    """How far trainer and generator are apart on each sampled token: |o - g|, which in a
     synchronous run is what the kernels disagree by, and the KL estimate r - log r - 1."""
     generator = required(inputs.generator_logprobs, "mismatch")
     log_ratio = (inputs.logprobs.detach() - generator).clamp(-20.0, 20.0)
     return {
-        "mismatch": Distribution.of((inputs.old_logprobs - generator).abs()),
-        "mismatch_kl": Distribution.of(torch.expm1(log_ratio) - log_ratio),
+        "mismatch": (inputs.old_logprobs - generator).abs(),
+        "mismatch_kl": torch.expm1(log_ratio) - log_ratio,
     }

@@ -65,6 +65,11 @@ class LossOutput:
     loss_sum: torch.Tensor
     """Weighted sum over tokens, a scalar with gradient."""
     metrics: Metrics = field(default_factory=dict)
+    high: torch.Tensor | None = None
+    """[tokens] which are clipped or left out because their ratio is too high; None: nobody knows.
+    This and the next are for the token export, and optional."""
+    low: torch.Tensor | None = None
+    """[tokens] which are because it is too low."""
 
 
 LossFn = Callable[..., LossOutput]
@@ -107,10 +112,8 @@ def cispo(inputs: LossInputs, *, clip_low: float = 1.0, clip_high: float = 4.0) 
     """-A·sg(clamp(ρ, 1-ε_low, 1+ε_high))·t: the weight is clipped, never the gradient."""
     ratio = _ratio(inputs).detach()
     clamped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    return LossOutput(
-        inputs.total(-inputs.advantages * clamped * inputs.logprobs),
-        _masked_shares(high=ratio > clamped, low=ratio < clamped),
-    )
+    loss = -inputs.advantages * clamped * inputs.logprobs
+    return _held(inputs, loss, high=ratio > clamped, low=ratio < clamped)
 
 
 def dppo(inputs: LossInputs, *, delta_low: float = 0.2, delta_high: float = 0.2) -> LossOutput:
@@ -125,7 +128,7 @@ def dppo(inputs: LossInputs, *, delta_low: float = 0.2, delta_high: float = 0.2)
     high = (advantages > 0) & (moved > delta_high)
     low = (advantages <= 0) & (moved < -delta_low)
     kept = torch.where(high | low, 0.0, ratio_of(t - g))
-    return LossOutput(inputs.total(-kept * advantages), _masked_shares(high=high, low=low))
+    return _held(inputs, -kept * advantages, high=high, low=low)
 
 
 def sapo(
@@ -202,16 +205,16 @@ def _clip(
         ceiling = -most * advantages
         masked |= (advantages < 0) & (loss > ceiling)
         loss = torch.where(advantages < 0, torch.minimum(loss, ceiling), loss)
-    return LossOutput(
-        inputs.total(loss),
-        _masked_shares(high=masked & (ratio > 1), low=masked & (ratio < 1)),
-    )
+    return _held(inputs, loss, high=masked & (ratio > 1), low=masked & (ratio < 1))
 
 
-def _masked_shares(*, high: torch.Tensor, low: torch.Tensor) -> Metrics:
-    """Shares of tokens that a trust region holds because their ratio is too high or too low."""
+def _held(
+    inputs: LossInputs, loss: torch.Tensor, *, high: torch.Tensor, low: torch.Tensor
+) -> LossOutput:
+    """With the shares of tokens that a trust region holds: their ratio is too high or too low."""
     tokens = float(high.numel())
-    return {
+    shares: Metrics = {
         "loss/masked_high_share": Mean(high.sum().item(), tokens),
         "loss/masked_low_share": Mean(low.sum().item(), tokens),
     }
+    return LossOutput(inputs.total(loss), shares, high, low)

@@ -36,6 +36,7 @@ def check_loss(name: str, loss: Callable[[LossInputs], LossOutput], *, has_refer
             )
         _check_gradient(who, output.loss_sum, inputs.logprobs)
         _check_metrics(who, output.metrics)
+        _check_held(who, output, tokens)
     inputs = probe_inputs(3, has_reference=has_reference)
     if loss(replace(inputs, weights=torch.zeros(3))).loss_sum.item() != 0:
         raise ValueError(
@@ -85,4 +86,13 @@ def _check_metrics(who: str, metrics: object) -> None:
             raise ValueError(
                 f"{who}: metric {name!r} is {metric!r}; give it as Mean(total, weight) or another "
                 "of torchtitan_rl.observability.metrics, which know how to merge"
+            )
+
+
+def _check_held(who: str, output: LossOutput, tokens: int) -> None:
+    for name, held in (("high", output.high), ("low", output.low)):
+        if held is not None and (held.dtype != torch.bool or held.shape != (tokens,)):
+            raise ValueError(
+                f"{who}: {name} must be a bool for each token; got {held.dtype} of shape "
+                f"{tuple(held.shape)}"
             )

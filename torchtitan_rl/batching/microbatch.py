@@ -1,7 +1,7 @@
 """A row of packed documents with everything a rank needs to know about each token."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -26,6 +26,11 @@ class Piece:
         """How many of them belong to the prompt."""
         return max(min(self.stop, len(self.episode.prompt_token_ids)) - self.start, 0)
 
+    @property
+    def ends(self) -> bool:
+        """Whether the episode ends with it; else it is a prompt that several episodes share."""
+        return self.stop == self.episode.length
+
     def cut(self, values: Any, field: Field) -> Any:
         """What of an episode's values lies in this piece."""
         first = len(self.episode.prompt_token_ids) if field.covers == "completion" else 0
@@ -42,6 +47,11 @@ class Microbatch:
     """Field name to [tokens] or [tokens, ...]."""
     real: bool = True
     """Whether it holds any episode; else it is a token of padding that keeps a rank in step."""
+    tasks: list[str] = field(default_factory=list)
+    """Of each segment of the row: the task it belongs to. None in padding."""
+    names: list[str] = field(default_factory=list)
+    """Of each segment: the name of the sequence that ends with it; '' for a prompt that several
+    share."""
 
     @property
     def tokens(self) -> int:
@@ -50,10 +60,10 @@ class Microbatch:
     def __getstate__(self) -> tuple:
         # As arrays: torch pickles every tensor like a file of its own.
         arrays = {name: stream.numpy() for name, stream in self.streams.items()}
-        return self.documents, arrays, self.real
+        return self.documents, arrays, self.real, self.tasks, self.names
 
     def __setstate__(self, state: tuple) -> None:
-        self.documents, arrays, self.real = state
+        self.documents, arrays, self.real, self.tasks, self.names = state
         self.streams = {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     @property
@@ -72,7 +82,12 @@ def microbatch(
         padding = {field.name: torch.from_numpy(field.padding(1)) for field in fields}
         return Microbatch([Document(1)], padding, real=False)
     streams = {field.name: torch.from_numpy(_stream(field, pieces)) for field in fields}
-    return Microbatch(list(documents), streams)
+    return Microbatch(
+        list(documents),
+        streams,
+        tasks=[piece.episode.task for piece in pieces],
+        names=[piece.episode.name if piece.ends else "" for piece in pieces],
+    )
 
 
 def single(episode: Episode) -> Microbatch:

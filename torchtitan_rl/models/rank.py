@@ -86,6 +86,11 @@ class ModelRank:
             return 0
         return self.parallel_dims.get_mesh("batch").get_local_rank()
 
+    @property
+    def leads(self) -> bool:
+        """Whether it is the first of the ranks that share each layer, and so compute the same."""
+        return dist.get_rank() % self.parallel_dims.tp == 0
+
     def replaying(self, cell: Microbatch, *, on: bool) -> AbstractContextManager[None]:
         """While open, this microbatch's tokens go to the experts its episodes name; padding, which
         nobody routed, goes where the router sends it."""

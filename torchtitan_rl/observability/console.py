@@ -105,7 +105,24 @@ def print_summary(folder: RunFolder) -> None:
         for row in read_metrics(folder.metrics_file)
         if "eval/accuracy" in row
     ]
-    before, after = evaluations[0], evaluations[-1]
+    if evaluations:
+        _print_evaluations(folder, evaluations[0], evaluations[-1])
+    for what, path in {
+        "metrics": folder.metrics_file,
+        "TensorBoard": folder.tensorboard,
+        "rollouts": folder.rollouts,
+        "tokens": folder.tokens,
+        "checkpoints": folder.checkpoints,
+        "final model": folder.model,
+    }.items():
+        if not path.exists():
+            continue
+        console.print(f"{what:<12} {folder.relative}/{path.name}", markup=False)
+
+
+def _print_evaluations(
+    folder: RunFolder, before: Mapping[str, float], after: Mapping[str, float]
+) -> None:
     table = Table(
         title=f"{escape(folder.path.name)}: greedy, on held-out prompts", title_justify="left"
     )
@@ -119,13 +136,3 @@ def print_summary(folder: RunFolder) -> None:
         name = key.removeprefix("eval/")
         table.add_row(name, style.format(before[key]), style.format(after[key]), points)
     console.print(table)
-    for what, path in {
-        "metrics": folder.metrics_file,
-        "TensorBoard": folder.tensorboard,
-        "rollouts": folder.rollouts,
-        "checkpoints": folder.checkpoints,
-        "final model": folder.model,
-    }.items():
-        if not path.exists():
-            continue
-        console.print(f"{what:<12} {folder.relative}/{path.name}", markup=False)

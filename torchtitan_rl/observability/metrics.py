@@ -5,7 +5,7 @@ may have different keys.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -112,6 +112,28 @@ class Distribution:
 
 
 Metrics = dict[str, Metric]
+
+
+def by_task(
+    values: Mapping[str, torch.Tensor], tasks: Sequence[str], sequence_ids: torch.Tensor
+) -> Metrics:
+    """`{metric}/{all,<task>}` of [tokens] values, by the task of each token's sequence.
+
+    Example:
+        >>> ids = torch.tensor([0, 0, 1])
+        >>> flatten(by_task({"age": torch.tensor([1.0, 3.0, 8.0])}, ["sums", "words"], ids))
+        {'age/all/mean': 4.0, ..., 'age/sums/mean': 2.0, ..., 'age/words/max': 8.0}
+    """
+    metrics: Metrics = {f"{name}/all": Distribution.of(of_all) for name, of_all in values.items()}
+    known = list(dict.fromkeys(tasks))
+    if len(known) < 2:  # as nearly always: nothing to take apart
+        return metrics | {f"{n}/{task}": metrics[f"{n}/all"] for n in values for task in known}
+    numbers = torch.tensor([known.index(task) for task in tasks], device=sequence_ids.device)
+    of_token = numbers[sequence_ids]
+    for number, task in enumerate(known):
+        own = of_token == number
+        metrics |= {f"{n}/{task}": Distribution.of(of_all[own]) for n, of_all in values.items()}
+    return metrics
 
 
 def merge_metrics(many: Iterable[Mapping[str, Metric]]) -> Metrics:

@@ -1,15 +1,22 @@
 """Every rollout of a run on disk, a file a step."""
 
-import contextlib
-import json
+import asyncio
 import os
-from collections.abc import Iterator, Sequence
+import shutil
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchtitan_rl.observability.jsonl import write_lines
+from torchtitan_rl.observability.rollout_record import Entry, entries, rollout_record
+
 if TYPE_CHECKING:
-    from torchtitan_rl.rollout import Conversation, Group
+    from torchtitan_rl.rollout import Group
+
+MOST_PENDING = 4
+"""Files that wait for a disk; with more, the step waits too, so that memory is bounded."""
 
 
 class RolloutLog:
@@ -24,73 +31,42 @@ class RolloutLog:
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout-log")
-        self._last: Future | None = None
+        self._pending: deque[Future] = deque()
 
-    def write(self, name: str, groups: "Sequence[Group]", *, split: str = "train") -> None:
-        """Save the groups' rollouts; an error of the write before this one is raised here."""
-        if self._folder is None:
-            return
-        self._check()
-        records = [record for group in groups for record in _records(group, split)]
-        self._last = self._thread.submit(_write, self._folder / f"{name}.jsonl", records)
+    async def write(self, step: int, groups: "Sequence[Group]", *, split: str = "train") -> None:
+        """Save the groups' rollouts; an error of a write before this one is raised here."""
+        if self._folder is not None:
+            saved = [entry for group in groups for entry in entries(group, split)]
+            await self._submit(_write, self._folder / file_name(step, split), saved, step)
+
+    async def copy(self, source: Path) -> None:
+        """Save the rollouts of a step that another run has saved."""
+        if self._folder is not None:
+            await self._submit(_copy, source, self._folder / source.name)
 
     def close(self) -> None:
         """Wait for what is under way."""
         self._thread.shutdown()
-        self._check()
+        while self._pending:
+            self._pending.popleft().result()
 
-    def _check(self) -> None:
-        last, self._last = self._last, None
-        if last is not None:
-            last.result()
+    async def _submit(self, work: Callable[..., None], *args: Any) -> None:
+        while self._pending and (self._pending[0].done() or len(self._pending) >= MOST_PENDING):
+            await asyncio.wrap_future(self._pending.popleft())
+        self._pending.append(self._thread.submit(work, *args))
 
 
-def _write(path: Path, records: Sequence[dict[str, Any]]) -> None:
+def file_name(step: int, split: str = "train") -> str:
+    """Of a step's rollouts."""
+    return f"step-{step:06d}{'-evaluation' if split == 'evaluation' else ''}.jsonl"
+
+
+def _write(path: Path, saved: Sequence[Entry], step: int) -> None:
+    write_lines(path, (rollout_record(entry, step) for entry in saved))
+
+
+def _copy(source: Path, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
-    with temporary.open("w") as file:
-        for record in records:
-            file.write(json.dumps(record) + "\n")
+    shutil.copyfile(source, temporary)
     os.replace(temporary, path)
-
-
-def _records(group: "Group", split: str) -> Iterator[dict[str, Any]]:
-    for number, conversation in enumerate(group.conversations):
-        scored = group.scored[number]
-        yield {
-            "task": group.task.name,
-            "group": group.id,
-            "sample": conversation.number,
-            "reward": scored.reward,
-            "correct": scored.correct,
-            "reward_parts": scored.reward_parts,
-            "advantage": group.advantages[number] if group.advantages else None,
-            "split": "held out" if conversation.heldout else split,
-            **_conversation(conversation),
-            "state": {
-                column: _as_json(conversation.rollout.state.get(column))
-                for column in group.task.state_columns
-            },
-        }
-
-
-def _as_json(value: Any) -> Any:
-    """A task's state may hold anything: what JSON cannot say is shown as Python does."""
-    for shown in (lambda: value, lambda: repr(value)):
-        with contextlib.suppress(TypeError, ValueError, RecursionError):
-            json.dumps(shown())
-            return shown()
-    return f"a {type(value).__name__} that cannot be shown"
-
-
-def _conversation(conversation: "Conversation") -> dict[str, Any]:
-    rollout = conversation.rollout
-    return {
-        "status": rollout.status,
-        "turns": len(rollout.completions),
-        "tokens": len(rollout.token_ids),
-        "policy_version": rollout.policy_version,
-        "failure": rollout.failure,
-        "tool_calls": rollout.outcomes,
-        "messages": rollout.messages,
-    }

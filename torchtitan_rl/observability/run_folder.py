@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +16,7 @@ FIXED = (
     *("generator.sampling.", "advantage.", "trainer.loss.", "trainer.optimizer."),
     *("trainer.updates_per_step:", "trainer.max_grad_norm:", "trainer.dtype:", "reference.dtype:"),
     *("trainer.overlong:", "trainer.router_replay:", "rollout.", "max_offpolicy_steps:"),
-    "batch_filter.",
+    *("batch_filter.", "train_from:"),
     *("environment.timeout_seconds:", "environment.max_result_chars:"),
     "generator.engine.max_model_len:",
 )
@@ -30,17 +31,19 @@ class RunFolder:
     """Paths of one run.
 
     Example:
-        outputs/<run>/config.json  metrics.jsonl  tensorboard/  rollouts/  timeline.json
-        checkpoints/  model/  logs/
+        outputs/<run>/config.json  tokenizer.json  metrics.jsonl  tensorboard/  rollouts/  tokens/
+        timeline.json  checkpoints/  model/  logs/
     """
 
     def __init__(self, path: str | Path, *, resume: bool) -> None:
         self.path = Path(path).absolute()
         self.config_file = self.path / "config.json"
+        self.tokenizer_file = self.path / "tokenizer.json"
         self.metrics_file = self.path / "metrics.jsonl"
         self.checkpoints = self.path / "checkpoints"
         self.tensorboard = self.path / "tensorboard"
         self.rollouts = self.path / "rollouts"
+        self.tokens = self.path / "tokens"
         self.timeline = self.path / "timeline.json"
         self.logs = self.path / "logs"
         self.model = self.path / "model"
@@ -79,13 +82,18 @@ class RunFolder:
             )
         return changes
 
-    def create(self, config: dict[str, Any]) -> list[str]:
-        """Make the folder and write the config; returns what changed since the run it resumes."""
+    def create(self, config: dict[str, Any], *, model: Path | None = None) -> list[str]:
+        """Make the folder and write the config; returns what changed since the run it resumes.
+
+        With the `model` it starts from, also its tokenizer, so that token ids can be read.
+        """
         changes = self.changes(config)
         self.logs.mkdir(parents=True, exist_ok=True)
         temporary = self.config_file.with_suffix(".tmp")
         temporary.write_text(json.dumps(config, indent=2))
         temporary.rename(self.config_file)
+        if model and (model / self.tokenizer_file.name).is_file():
+            shutil.copyfile(model / self.tokenizer_file.name, self.tokenizer_file)
         return changes
 
     def latest_checkpoint(self) -> int | None:

@@ -1,0 +1,142 @@
+"""What the trainer computed for every token, a file a step and rank: outputs/<run>/tokens/."""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchtitan_rl.algorithms.policy_loss import LossOutput, ratio_of
+from torchtitan_rl.batching.documents import positions, segments
+from torchtitan_rl.batching.microbatch import Microbatch
+from torchtitan_rl.observability.jsonl import write_lines
+
+SCHEMA = 1
+"""Of the records; goes up when a reader of older ones would misunderstand them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A microbatch and what a forward pass gave for those of its tokens that train: [tokens]."""
+
+    cell: Microbatch
+    logprobs: torch.Tensor
+    entropies: torch.Tensor
+    high: torch.Tensor | None
+    """Of the tokens that train by RL, as in `LossOutput`."""
+    low: torch.Tensor | None
+
+
+class TokenExport:
+    """Collects a step's microbatches and writes them on a thread, while the trainer goes on.
+
+    A file is there whole or not at all, and a step that is done again replaces it.
+
+    Example:
+        export = TokenExport(Path("outputs/run/tokens"), rank=0)
+        export.add(cell, logprobs, entropies, output)
+        export.write(step=12)  # tokens/step-000012-rank-0.jsonl
+        export.flush()
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._folder, self._rank = folder, rank
+        self._computed: list[Computed] = []
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="token-export")
+        self._writing: Future | None = None
+
+    def clear(self) -> None:
+        """Forget what was computed and is not written: a step that failed, or a trial."""
+        self._computed = []
+
+    def add(
+        self,
+        cell: Microbatch,
+        logprobs: torch.Tensor,
+        entropies: torch.Tensor,
+        output: LossOutput,
+    ) -> None:
+        """Keep what was computed of a microbatch; padding is left out."""
+        if cell.real:
+            kept = [
+                None if tensor is None else tensor.detach().cpu()
+                for tensor in (output.high, output.low)
+            ]
+            self._computed.append(
+                Computed(cell, logprobs.detach().cpu(), entropies.detach().cpu(), *kept)
+            )
+
+    def write(self, step: int) -> None:
+        """Write what was added since the last step; an error of the file before is raised here."""
+        self.flush()
+        path = self._folder / f"step-{step:06d}-rank-{self._rank}.jsonl"
+        computed, self._computed = self._computed, []
+        self._writing = self._thread.submit(_write, path, computed, step, self._rank)
+
+    def flush(self) -> None:
+        """Wait until everything is on disk."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+
+def _write(path: Path, computed: Sequence[Computed], step: int, rank: int) -> None:
+    own = {"schema": SCHEMA, "step": step, "rank": rank}
+    write_lines(path, ({**own, **record} for c in computed for record in token_records(c)))
+
+
+def token_records(computed: Computed) -> Iterator[dict[str, Any]]:
+    """A record for each sequence of a microbatch: lists with a value for every token of its prompt
+    and its completion, null where a token has none.
+
+    A prompt that several sequences share is repeated in each.
+
+    Example:
+        {"name": "sums/train/7/3/0", "ids": [5, 9], "positions": [0, 1], "rl": [0, 1], ...}
+    """
+    cell = computed.cell
+    row = segments(cell.documents)
+    known = {**_columns(computed), "positions": positions(row)}
+    columns = {column: values.tolist() for column, values in known.items()}
+    shared = {segment.trunk.start for segment in row if segment.trunk}
+    for segment, name in zip(row, cell.names, strict=True):
+        if segment.start in shared:
+            continue
+        trunk = segment.trunk
+        record: dict[str, Any] = {"name": name}
+        for column, values in columns.items():
+            record[column] = values[segment.start : segment.stop]
+            if trunk:
+                record[column] = values[trunk.start : trunk.stop] + record[column]
+        tokens = segment.length + (trunk.length if trunk else 0)
+        assert all(len(record[column]) == tokens for column in columns)
+        yield record
+
+
+def _columns(computed: Computed) -> dict[str, torch.Tensor]:
+    """What is known of each token of the row; NaN where it is not."""
+    streams = computed.cell.streams
+    rl, echo = streams["loss_mask"], computed.cell.echoes
+    nothing = torch.full(rl.shape, torch.nan)
+    trainer, entropies = nothing.clone(), nothing.clone()
+    trainer[rl | echo], entropies[rl | echo] = computed.logprobs, computed.entropies
+    generator = streams.get("generator_logprobs", nothing)
+    old = streams.get("old_logprobs", trainer)  # in the first update of a step, they are the same
+    masked = torch.zeros(rl.shape, dtype=torch.int8)
+    for sign, held in ((-1, computed.low), (1, computed.high)):
+        if held is not None:
+            masked[rl.nonzero().squeeze(-1)[held]] = sign
+    return {
+        "ids": streams["tokens"],
+        "rl": rl.to(torch.int8),
+        "echo": echo.to(torch.int8),
+        "advantages": torch.where(rl, streams["advantages"], nothing),
+        "generator_logprobs": generator,
+        "trainer_logprobs": trainer,
+        "entropies": entropies,
+        "ratios": torch.where(rl, ratio_of(trainer - old), nothing),
+        "mismatches": torch.where(rl, (old - generator).abs(), nothing),
+        "masked": masked,
+    }

@@ -1,0 +1,55 @@
+"""From a task's examples to prompt groups that are ready to be rolled out."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from torchtitan_rl.config import RunConfig
+from torchtitan_rl.models.render import ChatRenderer
+from torchtitan_rl.rollout import Group, RolloutConfig
+from torchtitan_rl.tasks.task import Example, Task
+
+
+class PromptGroups:
+    """Makes groups: each with its task, its prompt in tokens, and how to sample it.
+
+    Example:
+        groups = PromptGroups(config, tasks, renderer)("train", examples, first=384)
+        groups[0].id  # "sum_digits/train/384"
+    """
+
+    def __init__(
+        self, config: RunConfig, tasks: Mapping[str, Task], renderer: ChatRenderer
+    ) -> None:
+        self._config, self._tasks, self._renderer = config, tasks, renderer
+
+    def __call__(
+        self, split: str, examples: Sequence[Example], first: int = 0, *, greedy: bool = False
+    ) -> list[Group]:
+        """A group for each example, numbered from `first` on."""
+        groups = []
+        for i, example in enumerate(examples, first):
+            task = self._tasks[example.task or self._config.task.name]
+            sampling = self._config.sampling_of(task.config)
+            if greedy:
+                sampling = replace(sampling, n=1, temperature=0.0, logprobs=False)
+            shown = self._renderer.render(example.messages, tools=task.shown_tools)
+            group = Group(f"{task.name}/{split}/{i}", task, example, sampling, shown)
+            check_prompt(group, self._config.limits)
+            groups.append(group)
+        return groups
+
+
+def check_prompt(group: Group, limits: RolloutConfig) -> None:
+    """Refuse a prompt that leaves no room: for a word in a conversation, for a whole completion in
+    a task of one turn, which would be cut short unnoticed."""
+    prompt = len(group.shown.token_ids)
+    sampled = 1 if group.task.interactive else group.sampling.max_tokens
+    if prompt + sampled > limits.max_tokens:
+        hint = ""
+        if group.task.shown_tools:
+            hint = "; or leave the description of its tools out, with show_tools=False of the task"
+        raise ValueError(
+            f"the prompt of group {group.id} has {prompt} tokens; with {sampled} to sample that is "
+            f"more than a rollout may have, {limits.max_tokens}: raise "
+            f"generator.engine.max_model_len (and rollout.max_tokens, if it is set){hint}"
+        )
