@@ -57,7 +57,7 @@ class Page:
         ]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self._send(f"{domain}.enable")
-        self.resize(1440, 900)
+        self.resize(1280, 720)
 
     def resize(self, width: int, height: int, *, dark: bool = False) -> None:
         self._send(
@@ -97,6 +97,15 @@ class Page:
 
     def count(self, selector: str) -> int:
         return self.js(f"document.querySelectorAll({json.dumps(selector)}).length")
+
+    def each(self, selector: str, expression: str = "e.textContent") -> list[Any]:
+        """A value of each element `e` that a selector finds."""
+        return self.js(f"{_all(selector)}.map(e => {expression})")
+
+    def wait_for(self, selector: str, count: int | None = None, *, every: str = "true") -> None:
+        """Until there are so many elements (None: any), and something is true of each `e`."""
+        enough = "length > 0" if count is None else f"length == {count}"
+        self.wait(f"(all => all.{enough} && all.every(e => {every}))({_all(selector)})")
 
     def hover(self, selector: str) -> tuple[float, float]:
         """The pointer to the middle of an element."""
@@ -153,11 +162,13 @@ class Page:
         parameters = event.get("params", {})
         if event.get("method") == "Runtime.exceptionThrown":
             details = parameters["exceptionDetails"]
-            self.problems.append(
-                details.get("exception", {}).get("description") or details["text"]
-            )
+            self.problems.append(details.get("exception", {}).get("description") or details["text"])
         if event.get("method") == "Log.entryAdded" and parameters["entry"]["level"] == "error":
             self.problems.append(f"{parameters['entry']['text']} {parameters['entry'].get('url')}")
+
+
+def _all(selector: str) -> str:
+    return f"[...document.querySelectorAll({json.dumps(selector)})]"
 
 
 @contextlib.contextmanager

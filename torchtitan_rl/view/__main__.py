@@ -55,6 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         viewer.close()
         print(f"error: cannot listen on {options.host}:{options.port}: {error}", file=sys.stderr)
         return 2
+    # The index is made by a thread of this process: an answer must not wait 5 ms for it each time.
+    sys.setswitchinterval(0.0005)
     # Ended by `kill`, too, it removes its temporary index.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     viewer.start()

@@ -10,7 +10,7 @@ import sqlite3
 import tempfile
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ CREATE TABLE rollouts (
   file INTEGER, line INTEGER, offset INTEGER, length INTEGER, run TEXT,
   {", ".join(f'"{name}" {kind}' for name, kind in COLUMNS.items())},
   PRIMARY KEY (file, line)) WITHOUT ROWID;
-CREATE INDEX rollouts_by_step ON rollouts (run, step);
+CREATE INDEX rollouts_by_step ON rollouts (run, step DESC, file, line);
 CREATE INDEX rollouts_by_group ON rollouts (run, "group");
 CREATE TABLE exports (
   file INTEGER, line INTEGER, offset INTEGER, length INTEGER, run TEXT, step INTEGER, name TEXT,
@@ -35,6 +35,9 @@ CREATE TABLE exports (
 CREATE INDEX exports_by_name ON exports (run, name);
 {timeline.SCHEMA}
 """
+FACETS = ("task", "split", "status")
+_FACETS = [(name, 5 + list(COLUMNS).index(name)) for name in FACETS]  # their place in a row
+_MAX_FACETS = 200
 _TABLES = {"rollouts": "rollouts", "tokens": "exports"}
 
 
@@ -49,6 +52,8 @@ class Progress:
     scanned: bool = False
     cursor: str = ""
     """Where the reading of the timeline stopped."""
+    facets: dict[str, set[str]] = field(default_factory=lambda: {name: set() for name in FACETS})
+    """The values that a filter can choose from."""
 
 
 class Index:
@@ -195,6 +200,11 @@ class Index:
         if rows:
             marks = ", ".join("?" * len(rows[0]))
             connection.executemany(f"INSERT INTO {_TABLES[kind]} VALUES ({marks})", rows)
+        if kind == "rollouts":
+            for facet, place in _FACETS:
+                values = self.progress[run].facets[facet]
+                if len(values) < _MAX_FACETS:
+                    values.update(row[place] for row in rows)
         connection.execute("UPDATE files SET broken = ? WHERE id = ?", (broken, file))
 
 

@@ -1,12 +1,14 @@
 """Reading files of JSON lines that may be long, broken, or still being written."""
 
 import json
+import os
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+_DECODER = json.JSONDecoder(parse_constant=lambda _: None)  # made once: there are many lines
 CHECKED_BYTES = 256  # before a cursor: enough to notice that a file was written anew
 
 
@@ -18,7 +20,7 @@ def parse(line: bytes) -> dict[str, Any] | None:
         ({'reward': None}, None, None)
     """
     try:
-        value = json.loads(line, parse_constant=lambda _: None)
+        value = _DECODER.decode(line.decode())
     except (ValueError, RecursionError):  # of bad UTF-8 and of brackets nested too deep, too
         return None
     return value if isinstance(value, dict) else None
@@ -34,14 +36,14 @@ def objects(path: Path) -> Iterator[tuple[int, int, dict[str, Any] | None]]:
             offset += len(line)
 
 
-def object_at(path: Path, offset: int, length: int) -> dict[str, Any] | None:
-    """The object of the line at an offset; None if it is gone."""
+def line_at(path: Path, offset: int, length: int) -> bytes:
+    """The line at an offset; nothing if it is gone."""
     try:
-        with path.open("rb") as file:
+        with path.open("rb", buffering=0) as file:
             file.seek(offset)
-            return parse(file.read(length))
+            return file.read(length)
     except OSError:
-        return None
+        return b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,4 +94,5 @@ def _cursor(file: Any, offset: int) -> str:
 def _offset(file: Any, cursor: str) -> int:
     digits = cursor.partition("-")[0]
     offset = int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 16 else 0
-    return offset if _cursor(file, offset) == cursor else 0
+    whole = offset <= file.seek(0, os.SEEK_END) and _cursor(file, offset) == cursor
+    return offset if whole else 0

@@ -7,9 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchtitan_rl.view.columns import COLUMNS, text
+from torchtitan_rl.view.jsonl import parse
 
 MAX_ROWS = 200
 SEARCH_SECONDS = 1.0  # a search answers after so long, and says how far it came
+
+WITH_FILE = "SELECT rollouts.*, (SELECT name FROM files WHERE id = file) AS file_name FROM rollouts"
 
 _EQUAL = ("task", "split", "status", "group")
 _RANGES = {"step": "INTEGER", "reward": "REAL"}
@@ -71,15 +74,16 @@ class Query:
             parts.append("correct = ?")
             values.append(int(self.correct))
         for sign, limits in ((">=", self.low), ("<=", self.high)):
-            for name, value in limits.items():
+            for name, limit in limits.items():
                 parts.append(f'"{name}" {sign} ?')
-                values.append(value)
+                values.append(limit)
         return " AND ".join(parts), values
 
     def order(self) -> str:
         """Ties in the order of the run's files, so that a group's samples stay together."""
-        direction = "DESC" if self.descending else "ASC"
-        return f'"{self.sort}" IS NULL, "{self.sort}" {direction}, step DESC, file, line'
+        # What has no value comes last, which for DESC needs no saying, and an index can be used.
+        direction = "DESC" if self.descending else "ASC NULLS LAST"
+        return f'"{self.sort}" {direction}, step DESC, file, line'
 
 
 def _number(values: Mapping[str, str], name: str, default: float = 0.0) -> float:
@@ -92,7 +96,7 @@ def _number(values: Mapping[str, str], name: str, default: float = 0.0) -> float
     return number
 
 
-Read = Callable[[sqlite3.Row], dict[str, Any] | None]
+Read = Callable[[sqlite3.Row], bytes]
 
 
 def listing(connection: sqlite3.Connection, query: Query, read: Read) -> dict[str, Any]:
@@ -103,18 +107,21 @@ def listing(connection: sqlite3.Connection, query: Query, read: Read) -> dict[st
     """
     where, values = query.where()
     [total] = connection.execute(f"SELECT COUNT(*) FROM rollouts WHERE {where}", values).fetchone()
-    cursor = connection.execute(
-        f"SELECT rollouts.*, (SELECT name FROM files WHERE id = file) AS file_name "
-        f"FROM rollouts WHERE {where} ORDER BY {query.order()} LIMIT ? OFFSET ?",
+    # Keys alone are sorted, whole rows only fetched where they are read.
+    keys = connection.execute(
+        f"SELECT file, line FROM rollouts WHERE {where} ORDER BY {query.order()} LIMIT ? OFFSET ?",
         [*values, -1 if query.text else query.limit, query.start],
     )
     deadline = time.monotonic() + SEARCH_SECONDS
     rows, position = [], query.start
-    for row in cursor:
+    for key in keys:
         position += 1
-        record = read(row)
-        if query.text == "" or (record is not None and contains(record, query.text)):
-            rows.append({**summary(row), "preview": preview(record or {})})
+        row = connection.execute(f"{WITH_FILE} WHERE file = ? AND line = ?", tuple(key)).fetchone()
+        line = read(row)
+        if may_contain(line, query.text):
+            record = parse(line) or {}
+            if query.text == "" or contains(record, query.text):
+                rows.append({**summary(row), "preview": preview(record)})
         if len(rows) == query.limit or (query.text and time.monotonic() > deadline):
             break
     following = position if position < total else None
@@ -137,6 +144,12 @@ def texts(record: dict[str, Any]) -> Iterator[str]:
     yield text(record.get("failure"))
 
 
+def may_contain(line: bytes, wanted: str) -> bool:
+    """Whether to read a line at all: most searches are for words that JSON writes as they are."""
+    plain = wanted.isascii() and wanted.replace(" ", "").isalnum()
+    return not plain or wanted.lower().encode() in line.lower()
+
+
 def contains(record: dict[str, Any], wanted: str) -> bool:
     folded = wanted.casefold()
     return any(folded in said.casefold() for said in texts(record))
@@ -156,17 +169,3 @@ def preview(record: dict[str, Any], length: int = 200) -> str:
         if shown := text(message.get("content")) or text(message.get("tool_calls")):
             return shown[:length]
     return text(record.get("failure"))[:length]
-
-
-def facets(connection: sqlite3.Connection, run: str) -> dict[str, list[str]]:
-    """The values that a filter can choose from."""
-    return {
-        name: [
-            row[0]
-            for row in connection.execute(
-                f"SELECT DISTINCT {name} FROM rollouts WHERE run = ? ORDER BY 1 LIMIT 200", (run,)
-            )
-            if row[0]
-        ]
-        for name in ("task", "split", "status")
-    }

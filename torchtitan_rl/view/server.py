@@ -73,6 +73,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
     """Answers GET; `server` has the answers."""
 
     protocol_version = "HTTP/1.1"
+    # Head and body in one piece, sent at once.
+    wbufsize = -1
+    disable_nagle_algorithm = True
     server: "Server"
 
     def do_GET(self) -> None:

@@ -12,14 +12,10 @@ from torchtitan_rl.view import timeline
 from torchtitan_rl.view.columns import number, text
 from torchtitan_rl.view.decode import Decoder
 from torchtitan_rl.view.index import Index
-from torchtitan_rl.view.jsonl import object_at, parse, tail
-from torchtitan_rl.view.query import BadRequest, Query, facets, listing, summary
+from torchtitan_rl.view.jsonl import line_at, parse, tail
+from torchtitan_rl.view.query import WITH_FILE, BadRequest, Query, listing, summary
 from torchtitan_rl.view.runs import NotARun, find_runs
 from torchtitan_rl.view.sequences import segments, token_columns
-
-_WITH_FILE = (
-    "SELECT rollouts.*, (SELECT name FROM files WHERE id = file) AS file_name FROM rollouts"
-)
 
 
 class NotFound(LookupError):
@@ -90,10 +86,10 @@ class Viewer:
         """A page of the table of rollouts."""
         run = self._run(values)
         query = Query.of({**values, "run": run})
-        self.index.add(run)
+        progress = self.index.add(run)
         with self.index.connect() as connection:
-            page = listing(connection, query, lambda row: self._record(run, row))
-            return {**page, "facets": facets(connection, run)}
+            page = listing(connection, query, lambda row: self._line(run, row))
+        return {**page, "facets": {k: sorted(v - {""}) for k, v in progress.facets.items()}}
 
     def rollout(self, values: Mapping[str, str]) -> dict[str, Any]:
         """One rollout, with its tokens decoded and the other samples of its group."""
@@ -102,9 +98,9 @@ class Viewer:
         file, _, line = values.get("key", "").rpartition(":")
         with self.index.connect() as connection:
             row = connection.execute(
-                f"{_WITH_FILE} WHERE run = ? AND file_name = ? AND line = ?", (run, file, line)
+                f"{WITH_FILE} WHERE run = ? AND file_name = ? AND line = ?", (run, file, line)
             ).fetchone()
-            record = self._record(run, row) if row is not None else None
+            record = parse(self._line(run, row)) if row is not None else None
             if record is None:
                 raise NotFound("this rollout is not in the run's files, or not indexed yet")
             found = self._sequences(connection, run, row, record)
@@ -144,15 +140,15 @@ class Viewer:
             raise NotFound(f"there is no run {run!r}")
         return run
 
-    def _record(self, run: str, row: sqlite3.Row) -> dict[str, Any] | None:
+    def _line(self, run: str, row: sqlite3.Row) -> bytes:
         path = self._runs[run] / "rollouts" / row["file_name"]
-        return object_at(path, row["offset"], row["length"])
+        return line_at(path, row["offset"], row["length"])
 
     def _samples(
         self, connection: sqlite3.Connection, run: str, step: int, group: str
     ) -> list[dict[str, Any]]:
         rows = connection.execute(
-            f'{_WITH_FILE} WHERE run = ? AND step = ? AND "group" = ? ORDER BY sample LIMIT 200',
+            f'{WITH_FILE} WHERE run = ? AND step = ? AND "group" = ? ORDER BY sample LIMIT 200',
             (run, step, group),
         )
         return [summary(row) for row in rows]
@@ -184,7 +180,7 @@ class Viewer:
         ).fetchone()
         if at is None:
             return None
-        return object_at(self._runs[run] / "tokens" / at["name"], at["offset"], at["length"])
+        return parse(line_at(self._runs[run] / "tokens" / at["name"], at["offset"], at["length"]))
 
     def _decoder(self, run: str) -> Decoder:
         with self._decoding:

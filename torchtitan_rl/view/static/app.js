@@ -59,13 +59,20 @@ function showStatus() {
     if (status.files_pending || !status.scanned)
       parts.push(
         h("progress", { max: status.files || 1, value: status.files - status.files_pending }),
-        h("span", { class: "indexing" }, `indexing, ${status.files_pending} files to go`),
+        h(
+          "span",
+          { class: "indexing" },
+          status.scanned ? `indexing, ${status.files_pending} files to go` : "indexing …",
+        ),
       );
     const broken = store.broken(name);
     if (broken)
       parts.push(
-        h("span", { class: "warning broken", title: "cut off or no JSON; they are left out" },
-          `${broken} broken ${broken === 1 ? "line" : "lines"} skipped`),
+        h(
+          "span",
+          { class: "warning broken", title: "cut off or no JSON; they are left out" },
+          `${broken} broken ${broken === 1 ? "line" : "lines"} skipped`,
+        ),
       );
     if (status.error) parts.push(h("span", { class: "warning" }, visible(status.error)));
   }

@@ -22,9 +22,7 @@ export function smoothed(values, amount) {
 /** Sums from the first series up, for areas that lie on one another. */
 export function stacked(series) {
   const sums = [];
-  return series.map(({ values }) =>
-    values.map((value, i) => (sums[i] = (sums[i] || 0) + (value || 0))),
-  );
+  return series.map(({ values }) => values.map((value, i) => (sums[i] = (sums[i] || 0) + (value || 0))));
 }
 
 /** A chart that lives in `element` and is given data again and again. */
@@ -37,7 +35,7 @@ export class Chart {
     this.stack = stack;
     this.body = h("div", { class: "plot" });
     const close = onclose && h("button", { class: "close", title: "remove", onclick: onclose }, "×");
-    this.element = h("section", { class: "card chart" }, h("h2", {}, visible(title), close), this.body);
+    this.element = h("section", { class: "card chart", "data-title": title }, h("h2", {}, visible(title), close), this.body);
     this.observer = new ResizeObserver(() => this.#plot?.setSize(this.#size()));
     this.observer.observe(this.body);
   }
@@ -65,18 +63,28 @@ export class Chart {
   }
 
   #options() {
-    const axis = { stroke: css("--quiet"), grid: { stroke: css("--line"), width: 1 }, ticks: { show: false } };
+    const axis = {
+      stroke: css("--quiet"),
+      grid: { stroke: css("--line"), width: 1 },
+      ticks: { show: false },
+    };
     const font = "11px system-ui, sans-serif";
     return {
       ...this.#size(),
-      scales: { x: { time: false }, y: { range: this.stack ? (_u, _low, high) => [0, (high || 1) * 1.05] : undefined } },
+      scales: {
+        x: { time: false },
+        y: { range: this.stack ? (_u, _low, high) => [0, (high || 1) * 1.05] : undefined },
+      },
       cursor: { sync: { key: "steps" }, points: { size: 6 }, y: false },
       legend: { live: true },
       axes: [
         { ...axis, font, size: 28 },
         { ...axis, font, size: 52, values: (_u, ticks) => ticks.map(short) },
       ],
-      series: [{ label: "step", value: (_u, step) => (step === null ? "–" : String(step)) }, ...this.#raw.map((one) => this.#line(one))],
+      series: [
+        { label: "step", value: (_u, step) => (step === null ? "–" : String(step)) },
+        ...this.#raw.map((one) => this.#line(one)),
+      ],
     };
   }
 

@@ -22,18 +22,29 @@ async function sideOf(run, key, like) {
 
 function pane(side, rollout, talk, parameters) {
   const go = (changes) => addressOf("compare", { ...parameters, ...changes });
-  const chips = sampleChips(rollout.samples, rollout.key, (row) => go({ [side]: rollout.run, [`${side}_key`]: row.key }));
-  const runs = store.chosen.length > 1
-    ? select(`run_${side}`, store.chosen, rollout.run, (run) => {
-        const { [`${side}_key`]: _, ...rest } = parameters;
-        location.hash = addressOf("compare", { ...rest, [side]: run });
-      })
-    : null;
-  return h("section", { class: "pane", "data-side": side },
+  const chips = sampleChips(rollout.samples, rollout.key, (row) =>
+    go({ [side]: rollout.run, [`${side}_key`]: row.key }),
+  );
+  const runs =
+    store.chosen.length > 1
+      ? select(`run_${side}`, store.chosen, rollout.run, (run) => {
+          const { [`${side}_key`]: _, ...rest } = parameters;
+          location.hash = addressOf("compare", { ...rest, [side]: run });
+        })
+      : null;
+  return h(
+    "section",
+    { class: "pane", "data-side": side },
     h("div", { class: "bar" }, runs, h("span", {}, `step ${short(rollout.step)}`), chips),
-    h("p", { class: "verdict" }, mark(rollout.correct), ` reward ${short(rollout.reward)} · advantage ${short(rollout.advantage)} · ${visible(rollout.status)}`),
+    h(
+      "p",
+      { class: "verdict" },
+      mark(rollout.correct),
+      ` reward ${short(rollout.reward)} · advantage ${short(rollout.advantage)} · ${visible(rollout.status)}`,
+    ),
     talk.element,
-    h("details", {}, h("summary", {}, "all values"), factsOf(rollout)));
+    h("details", {}, h("summary", {}, "all values"), factsOf(rollout)),
+  );
 }
 
 export function compare(root, parameters) {
@@ -57,12 +68,25 @@ export function compare(root, parameters) {
     const full = { a: a.run, a_key: a.key, b: b.run, b_key: b.key };
     const differsAt = firstDifference(a.sequences[0]?.ids || [], b.sequences[0]?.ids || []);
     const talks = [a, b].map((rollout) => conversation(rollout, { differsAt }));
-    const bar = modeBar([...a.sequences, ...b.sequences], (colours) => talks.forEach((talk) => talk.paint(colours)));
+    const bar = modeBar([a, b], (colours) => talks.forEach((talk) => talk.paint(colours)));
     root.replaceChildren(
-      h("div", { class: "bar" },
-        h("a", { href: "#", onclick: (event) => { event.preventDefault(); history.back(); } }, "← back"),
+      h(
+        "div",
+        { class: "bar" },
+        h(
+          "a",
+          {
+            href: "#",
+            onclick: (event) => {
+              event.preventDefault();
+              history.back();
+            },
+          },
+          "← back",
+        ),
         h("b", {}, visible(a.group === b.group ? a.group : `${a.group} and ${b.group}`)),
-        h("span", { class: "quiet" }, differsAt < 0 ? "the same tokens" : "a red mark is where the two part")),
+        h("span", { class: "quiet" }, differsAt < 0 ? "the same tokens" : "a red mark is where the two part"),
+      ),
       bar,
       h("div", { class: "panes" }, pane("a", a, talks[0], full), pane("b", b, talks[1], full)),
     );

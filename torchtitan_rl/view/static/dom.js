@@ -35,7 +35,7 @@ export function short(value) {
   if (value === null || value === undefined) return "–";
   if (Number.isInteger(value)) return String(value);
   const size = Math.abs(value);
-  if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(2);
+  if (size !== 0 && (size < 1e-3 || size >= 1e6)) return Number(value.toPrecision(3)).toExponential();
   return String(Number(value.toPrecision(4)));
 }
 

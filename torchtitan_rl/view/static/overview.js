@@ -5,9 +5,13 @@ import { store } from "./store.js";
 
 const FIRST_EXTRAS = ["train/entropy", "mismatch_kl/mean", "completion_tokens/all/mean", "policy_age/mean"];
 
+const EVERY = "every one";
+
 /** The tasks among keys such as reward/<task>/mean; `all` first. */
 export function tasksOf(keys, metric) {
-  const found = keys.map((key) => key.split("/")).filter((parts) => parts[0] === metric && parts.at(-1) === "mean");
+  const found = keys
+    .map((key) => key.split("/"))
+    .filter((parts) => parts[0] === metric && parts.at(-1) === "mean");
   const names = [...new Set(found.map((parts) => parts.slice(1, -1).join("/")))];
   // With one task, "all" and the task are the same curve.
   const tasks = names.filter((name) => name !== "all");
@@ -18,7 +22,9 @@ export function tasksOf(keys, metric) {
 export function phasesOf(keys) {
   const order = ["generate", "grade", "train", "sync", "evaluate"];
   const place = (name) => (order.indexOf(name) + 1 || order.length + 1) * 1000;
-  const found = keys.filter((key) => key.startsWith("time/") && key !== "time/step").map((key) => key.slice(5));
+  const found = keys
+    .filter((key) => key.startsWith("time/") && key !== "time/step")
+    .map((key) => key.slice(5));
   return found.filter((name) => !name.includes("/")).sort((a, b) => place(a) - place(b) || (a < b ? -1 : 1));
 }
 
@@ -62,19 +68,26 @@ function seriesOf(steps, keys, smooth) {
 export function overview(root) {
   let smooth = Number(localStorage.getItem("smooth") || 0);
   let extras = JSON.parse(localStorage.getItem("metrics") || "null");
+  let task = sessionStorage.getItem("task");
   const charts = new Map();
   const grid = h("div", { class: "grid" });
   const chooser = h("select", { name: "metric", "aria-label": "add a metric" });
   chooser.addEventListener("change", () => {
     if (chooser.value) setExtras([...extras, chooser.value]);
   });
-  const levels = [["0", "as it is"], ["0.6", "a little"], ["0.9", "much"]];
+  const levels = [
+    ["0", "as it is"],
+    ["0.6", "a little"],
+    ["0.9", "much"],
+  ];
   const smoothing = select("smooth", levels, String(smooth), (value) => {
     localStorage.setItem("smooth", (smooth = Number(value)));
     update();
   });
+  const tasks = h("span");
+  const configs = h("div");
   const empty = h("p", { class: "quiet" }, "No step is done yet; this page follows the run.");
-  root.append(h("div", { class: "bar" }, h("label", {}, "smooth ", smoothing), chooser), empty, grid);
+  root.append(h("div", { class: "bar" }, tasks, h("label", {}, "smooth ", smoothing), chooser), empty, grid, configs);
 
   function setExtras(keys) {
     localStorage.setItem("metrics", JSON.stringify((extras = [...new Set(keys)])));
@@ -91,15 +104,30 @@ export function overview(root) {
   }
 
   function wanted(keys) {
-    const named = (metric) => tasksOf(keys, metric).map((task) => ({ key: `${metric}/${task}/mean`, label: task || metric }));
+    // Several runs, several tasks: too many curves for one chart.
+    const shownTask =
+      task ?? (store.chosen.length > 1 && tasksOf(keys, "reward").includes("all") ? "all" : EVERY);
+    showTasks(tasksOf(keys, "reward"), shownTask);
+    const wantedTask = (name) => shownTask === EVERY || name === shownTask;
+    const named = (metric) =>
+      tasksOf(keys, metric)
+        .filter(wantedTask)
+        .map((task) => ({ key: `${metric}/${task}/mean`, label: task || metric }));
     const held = (metric) =>
-      keys.filter((key) => key === `eval/${metric}` || key.startsWith(`eval/${metric}/`))
+      keys
+        .filter(
+          (key) =>
+            key === `eval/${metric}` ||
+            (key.startsWith(`eval/${metric}/`) && wantedTask(key.slice(`eval/${metric}/`.length))),
+        )
         .map((key) => ({ key, label: key.replace(`eval/${metric}`, "held out").replace("/", " ") }));
     return [
       { id: "reward", title: "Reward", keys: [...named("reward"), ...held("reward")] },
       { id: "accuracy", title: "Accuracy", keys: [...named("accuracy"), ...held("accuracy")] },
       ...extras.map((key) => ({
-        id: `metric ${key}`, title: key, keys: [{ key, label: key }],
+        id: `metric ${key}`,
+        title: key,
+        keys: [{ key, label: key }],
         options: { onclose: () => setExtras(extras.filter((other) => other !== key)) },
       })),
     ];
@@ -112,8 +140,12 @@ export function overview(root) {
       const phases = phasesOf([...store.run(run).keys]);
       if (!phases.length) continue;
       const title = store.chosen.length > 1 ? `Seconds of a step: ${run}` : "Seconds of a step";
-      const series = phases.map((name, i) => ({ label: name, values: valuesOf(run, `time/${name}`, steps), colour: colour(i) }));
-      ids.push(`time ${run}`);
+      const series = phases.map((name, i) => ({
+        label: name,
+        values: valuesOf(run, `time/${name}`, steps),
+        colour: colour(i),
+      }));
+      ids.push(title);
       chart(ids.at(-1), title, { stack: true }).show(steps, series);
     }
     return ids;
@@ -140,7 +172,35 @@ export function overview(root) {
         made.element.remove();
         charts.delete(id);
       }
+    for (const [place, id] of [...shown].entries()) charts.get(id).element.style.order = place;
     showChooser(keys);
+    showConfigs();
+  }
+
+  let known = "";
+  function showConfigs() {
+    const found = store.chosen.map((run) => [run, store.run(run).status?.config]).filter(([, config]) => config);
+    if (known === (known = found.map(([run]) => run).join("\n"))) return;
+    const row = ([name, value]) => h("tr", {}, h("th", {}, visible(name)), h("td", {}, visible(value)));
+    const card = ([run, config]) =>
+      h(
+        "details",
+        { class: "card config" },
+        h("summary", {}, `Config of ${visible(run)}`),
+        h("table", { class: "details" }, Object.entries(config).map(row)),
+      );
+    configs.replaceChildren(...found.map(card));
+  }
+
+  let offeredTasks = "";
+  function showTasks(names, shown) {
+    if (offeredTasks === (offeredTasks = JSON.stringify([names, shown]))) return;
+    tasks.hidden = names.length < 2;
+    const choose = (value) => {
+      sessionStorage.setItem("task", (task = value));
+      update();
+    };
+    tasks.replaceChildren("task ", select("task", [EVERY, ...names], shown, choose));
   }
 
   let offered = "";
@@ -151,7 +211,11 @@ export function overview(root) {
     chooser.replaceChildren(
       h("option", { value: "" }, "add a metric …"),
       ...[...groups].map(([name, members]) =>
-        h("optgroup", { label: visible(name) }, members.map((key) => h("option", { value: key }, visible(key)))),
+        h(
+          "optgroup",
+          { label: visible(name) },
+          members.map((key) => h("option", { value: key }, visible(key))),
+        ),
       ),
     );
   }

@@ -1,6 +1,7 @@
 // Which runs are shown, and what is known of them. The server is asked for what is new only.
 
 const POLL_MS = 2000;
+const INDEXING_POLL_MS = 400; // while its progress is to be seen
 
 export async function get(name, parameters = {}) {
   const response = await fetch(`api/${name}?${new URLSearchParams(parameters)}`);
@@ -61,12 +62,15 @@ class Store {
   async #loop() {
     // A long file comes in pieces: then the next one is asked for at once.
     const more = await this.poll();
-    setTimeout(() => this.#loop(), more ? 0 : POLL_MS);
+    const indexing = this.chosen.some((name) => this.run(name).status?.files_pending !== 0);
+    setTimeout(() => this.#loop(), more ? 0 : indexing ? INDEXING_POLL_MS : POLL_MS);
   }
 
   async #update(name) {
     const run = this.run(name);
-    const answer = await get("status", { run: name, cursor: run.cursor });
+    const { cursor } = run;
+    const answer = await get("status", { run: name, cursor });
+    if (run.cursor !== cursor) return true; // two were asked at once, and the other has come first
     if (answer.reset) {
       run.metrics.clear();
       run.broken = 0;

@@ -4,7 +4,7 @@ import { css, h, select, short, showTip, visible } from "./dom.js";
 import { get, store } from "./store.js";
 
 const LANE = 30;
-const LEFT = 120;
+const LEFT = 170;
 const TOP = 26;
 
 /** Round distances between ticks: 1, 2 or 5 times a power of ten. */
@@ -12,6 +12,18 @@ export function tickSize(seconds, most) {
   const rough = seconds / most;
   const power = 10 ** Math.floor(Math.log10(rough));
   return [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= rough);
+}
+
+/** The share of a time that a lane's spans cover; those inside others count once. */
+export function busyShare(spans, lane, from, to) {
+  let [busy, covered] = [0, from];
+  const mine = spans.filter((span) => span[0] === lane).sort((a, b) => a[2] - b[2]);
+  for (const [, , start, length] of mine) {
+    const end = Math.min(to, start + length);
+    busy += Math.max(0, end - Math.max(start, covered));
+    covered = Math.max(covered, end);
+  }
+  return to > from ? busy / (to - from) : 0;
 }
 
 export function timeline(root, parameters) {
@@ -26,12 +38,29 @@ export function timeline(root, parameters) {
   const note = h("p", { class: "quiet" });
   const legend = h("span", { class: "legend" });
   const names = new Map();
-  const runs = store.chosen.length > 1 ? select("run", store.chosen, run, (value) => (location.hash = `#/timeline?${new URLSearchParams({ run: value })}`)) : null;
+  const runs =
+    store.chosen.length > 1
+      ? select(
+          "run",
+          store.chosen,
+          run,
+          (value) => (location.hash = `#/timeline?${new URLSearchParams({ run: value })}`),
+        )
+      : null;
   const button = (text, action) => h("button", { onclick: action }, text);
   root.append(
-    h("div", { class: "bar" }, runs, button("all", () => view(0, null)), button("last 60 s", () => view(Math.max(0, data.seconds - 60), data.seconds)),
-      button("+", () => zoom(0.5)), button("−", () => zoom(2)), legend),
-    h("div", { class: "card" }, canvas), note,
+    h(
+      "div",
+      { class: "bar" },
+      runs,
+      button("all", () => view(0, null)),
+      button("last 60 s", () => view(Math.max(0, data.seconds - 60), data.seconds)),
+      button("+", () => zoom(0.5)),
+      button("−", () => zoom(2)),
+      legend,
+    ),
+    h("div", { class: "card" }, canvas),
+    note,
   );
 
   const end = () => to ?? data?.seconds ?? 1;
@@ -87,15 +116,27 @@ export function timeline(root, parameters) {
     pen.clip();
     for (const [lane, name, start, length] of data.spans) drawSpan(pen, lane, name, start, length);
     pen.restore();
-    pen.fillStyle = css("--text");
-    data.lanes.forEach((name, i) => pen.fillText(visible(name).slice(0, 18), 4, TOP + i * LANE + LANE / 2));
-    note.textContent = !data.total ? "This run has no timeline.json yet."
+    data.lanes.forEach((name, i) => {
+      pen.fillStyle = css("--text");
+      pen.fillText(visible(name).slice(0, 18), 4, TOP + i * LANE + LANE / 2);
+      pen.fillStyle = css("--quiet");
+      pen.fillText(
+        `${Math.round(100 * busyShare(data.spans, i, from, end()))} %`,
+        LEFT - 40,
+        TOP + i * LANE + LANE / 2,
+      );
+    });
+    pen.fillText("busy", LEFT - 40, 10);
+    note.textContent = !data.total
+      ? "This run has no timeline.json yet."
       : `${data.shown} of ${data.total} spans in view${data.shown < data.total ? " (the longest; zoom in for the others)" : ""}. Wheel: zoom · drag: move · double click: all`;
-    legend.replaceChildren(...[...names].slice(0, 10).map(([name, value]) => {
-      const swatch = h("i", { class: "swatch" });
-      swatch.style.background = value;
-      return h("span", {}, swatch, visible(name));
-    }));
+    legend.replaceChildren(
+      ...[...names].slice(0, 10).map(([name, value]) => {
+        const swatch = h("i", { class: "swatch" });
+        swatch.style.background = value;
+        return h("span", {}, swatch, visible(name));
+      }),
+    );
   }
 
   function drawTicks(pen, height) {
@@ -129,15 +170,22 @@ export function timeline(root, parameters) {
   function spanAt(event) {
     const [lane, time] = [Math.floor((event.offsetY - TOP) / LANE), timeAt(event)];
     const slack = 1 / scale();
-    return data?.spans.findLast((span) => span[0] === lane && time >= span[2] - slack && time <= span[2] + span[3] + slack);
+    return data?.spans.findLast(
+      (span) => span[0] === lane && time >= span[2] - slack && time <= span[2] + span[3] + slack,
+    );
   }
 
-  canvas.addEventListener("wheel", (event) => {
-    event.preventDefault();
-    if (!data) return;
-    if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) view(from + event.deltaX / scale(), end() + event.deltaX / scale());
-    else zoom(event.deltaY > 0 ? 1.25 : 0.8, timeAt(event));
-  }, { passive: false });
+  canvas.addEventListener(
+    "wheel",
+    (event) => {
+      event.preventDefault();
+      if (!data) return;
+      if (Math.abs(event.deltaX) > Math.abs(event.deltaY))
+        view(from + event.deltaX / scale(), end() + event.deltaX / scale());
+      else zoom(event.deltaY > 0 ? 1.25 : 0.8, timeAt(event));
+    },
+    { passive: false },
+  );
   canvas.addEventListener("dblclick", () => view(0, null));
   canvas.addEventListener("pointerdown", (event) => {
     drag = { x: event.offsetX, from, to: end() };
@@ -151,11 +199,27 @@ export function timeline(root, parameters) {
       return;
     }
     const span = spanAt(event);
-    showTip(event, span ? h("div", {}, h("b", {}, visible(span[1])), ` ${short(span[3])} s, from ${short(span[2])} s`, span[4] === null ? "" : `, step ${span[4]}`) : null);
+    showTip(
+      event,
+      span
+        ? h(
+            "div",
+            {},
+            h("b", {}, visible(span[1])),
+            ` ${short(span[3])} s, from ${short(span[2])} s`,
+            span[4] === null ? "" : `, step ${span[4]}`,
+          )
+        : null,
+    );
   });
   canvas.addEventListener("pointerleave", (event) => showTip(event, null));
   const observer = new ResizeObserver(() => data && draw());
   observer.observe(canvas);
   load();
-  return { update: () => { if (to === null) load(); }, close: () => observer.disconnect() };
+  return {
+    update: () => {
+      if (to === null) load();
+    },
+    close: () => observer.disconnect(),
+  };
 }
