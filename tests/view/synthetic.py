@@ -78,6 +78,7 @@ class SyntheticRun:
         group = f"{task}/{split}/{step * self.prompts + prompt}"
         question = random.Random(group)  # the same for all samples of a group, in every run
         talk, expected = (_calculation if prompt % 2 else _sum)(question, correct)
+        sequence = self._sequence(step, talk)
         return {
             "schema": 1,
             **{"step": step, "split": split, "task": task, "group": group, "sample": sample},
@@ -85,14 +86,15 @@ class SyntheticRun:
             "reward_parts": {"exact": float(correct), "format": round(reward - correct, 3)},
             "advantage": reward - skill if split == "train" else None,
             "status": self.random.choice(["finished"] * 9 + ["truncated"]),
-            **{"failure": "", "turns": 1 + prompt % 2, "tokens": 17},
+            **{"failure": "", "turns": 1 + prompt % 2},
+            "tokens": sum(version >= 0 for version in sequence["versions"]),
             "tool_calls": ["ok"] * (prompt % 2),
             **{"policy_version": step, "newest_version": step, "temperature": 1.0},
             "seconds": {"generate": self.random.uniform(0.2, 0.9), "respond": 0.0, "grade": 0.01},
             "messages": talk,
             "expected_answer": expected,
             "state": {"guesses": 3} if prompt % 2 else {},
-            "sequences": [self._sequence(step, talk)],
+            "sequences": [sequence],
         }
 
     def _sequence(self, step: int, talk: list[dict[str, str]]) -> dict[str, Any]:

@@ -190,20 +190,22 @@ def test_keys_go_through_the_list(opened):
 
 
 def test_two_samples_of_a_group_are_compared(opened):
-    page = opened.go("rollouts?task=sum_digits&step_max=2&split=train")
+    page = opened.go("rollouts?task=calculator&step_max=16&split=train&correct=false")
     page.click("tbody tr td")
     page.click("#compare")
     page.wait("document.querySelectorAll('.pane .t').length > 20")
     keys = "[...document.querySelectorAll('.pane .chip.on')].map(e => e.dataset.key)"
     first, second = page.js(keys)
     assert first != second
+    assert page.each(".verdict > span") == ["✗", "✓"]  # what can be learned from
+    assert page.count(".t.differs") == 2
+    opened.shoot("compare")
     page.click(".pane[data-side=b] .chip:not(.on)")
     page.wait(
         f"document.querySelectorAll('.pane .chip.on').length == 2 && ({keys})[1] != '{second}'"
     )
     assert page.js(keys)[0] == first
     assert len(set(colours(page, "rl"))) >= 2
-    opened.shoot("compare")
 
 
 def test_the_same_group_of_two_runs_is_compared(opened):

@@ -64,7 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         server.serve_forever(poll_interval=0.2)
     except KeyboardInterrupt:
-        print()
+        if sys.stdout.isatty():
+            print()  # after the terminal's ^C
     finally:
         server.server_close()
         viewer.close()

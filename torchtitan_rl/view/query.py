@@ -105,6 +105,7 @@ def listing(connection: sqlite3.Connection, query: Query, read: Read) -> dict[st
     With a text to search for, rows are read from `start` on until the page is full or the time is
     up; `searched` is how far it came.
     """
+    connection.execute("BEGIN")  # all that is read is of one state of the index
     where, values = query.where()
     [total] = connection.execute(f"SELECT COUNT(*) FROM rollouts WHERE {where}", values).fetchone()
     # Keys alone are sorted, whole rows only fetched where they are read.

@@ -23,8 +23,8 @@ def update(connection: sqlite3.Connection, run: str, folder: Path, cursor: str) 
             connection.execute(f"DELETE FROM {table} WHERE run = ?", (run,))
     spans, lanes = [], []
     for line in new.lines:
-        event = parse(line.strip().rstrip(b","))
-        if event is None:  # the brackets around all events, or what a full disk has cut
+        event = parse(line.strip().strip(b"[],"))
+        if event is None:  # only a bracket, or what a full disk has cut
             continue
         where = (run, text(event.get("pid")), text(event.get("tid")))
         args = event.get("args")

@@ -1,7 +1,7 @@
 // Which runs are shown, and what is known of them. The server is asked for what is new only.
 
 const POLL_MS = 2000;
-const INDEXING_POLL_MS = 400; // while its progress is to be seen
+const INDEXING_POLL_MS = 200; // while its progress is to be seen
 
 export async function get(name, parameters = {}) {
   const response = await fetch(`api/${name}?${new URLSearchParams(parameters)}`);

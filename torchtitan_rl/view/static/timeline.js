@@ -122,11 +122,11 @@ export function timeline(root, parameters) {
       pen.fillStyle = css("--quiet");
       pen.fillText(
         `${Math.round(100 * busyShare(data.spans, i, from, end()))} %`,
-        LEFT - 40,
+        LEFT - 46,
         TOP + i * LANE + LANE / 2,
       );
     });
-    pen.fillText("busy", LEFT - 40, 10);
+    pen.fillText("busy", LEFT - 46, 10);
     note.textContent = !data.total
       ? "This run has no timeline.json yet."
       : `${data.shown} of ${data.total} spans in view${data.shown < data.total ? " (the longest; zoom in for the others)" : ""}. Wheel: zoom · drag: move · double click: all`;

@@ -93,8 +93,9 @@ function scale(mode, sequences, reach) {
     });
   const most = Math.max(-low, high, reach) || 1;
   const paint = (value) => {
+    // By the square root: a few tokens are far from the others, and those must still be seen.
     const rgb = kind === "both" ? (value > 0 ? BLUE : ORANGE) : AMBER;
-    return `rgba(${rgb}, ${(0.6 * Math.min(1, Math.abs(value) / most)).toFixed(3)})`;
+    return `rgba(${rgb}, ${(0.6 * Math.sqrt(Math.min(1, Math.abs(value) / most))).toFixed(3)})`;
   };
   const bar = h("span", { class: "gradient" });
   const from = low < 0 || reach ? -most : 0;
