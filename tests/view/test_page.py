@@ -52,7 +52,7 @@ class Opened:
 def opened(tmp_path_factory):
     folder = tmp_path_factory.mktemp("outputs")
     first = SyntheticRun(folder / "grpo").write(24)
-    first.write_step(24, extra=[evil_record(first)])
+    first.write_step(24, extra=evil_records(first))
     second = SyntheticRun(folder / "maxrl", seed=1).write(25)
     shots = Path(os.environ.get("SCREENSHOTS") or tmp_path_factory.mktemp("shots"))
     command = [sys.executable, "-m", "torchtitan_rl.view", "--port", "0"]
@@ -70,11 +70,15 @@ def opened(tmp_path_factory):
         server.communicate()
 
 
-def evil_record(run: SyntheticRun) -> dict:
+def evil_records(run: SyntheticRun) -> list[dict]:
+    """One that only has messages, and one with tokens."""
     record = run.record(24, 0, 0)
     talk = [{"role": EVIL, "content": EVIL}, {"role": "assistant", "content": EVIL}]
     changed = {"task": "evil", "group": EVIL, "messages": talk, "state": {EVIL: EVIL}}
-    return {**record, **changed, "failure": EVIL, "status": "time_limit", "sequences": []}
+    changed |= {"failure": EVIL, "status": "time_limit", "sequences": []}
+    ids = run.tokenizer.encode(EVIL.replace("\ud800", "")).ids
+    tokens = {"group": "evil/0", "sequences": [{"prompt_ids": [], "ids": ids}]}
+    return [{**record, **changed}, {**record, **changed, **tokens}]
 
 
 def only(opened: Opened, run: int = 0) -> None:
@@ -236,13 +240,28 @@ def test_the_timeline_has_a_lane_a_thread(opened):
 
 def test_what_a_rollout_says_is_text_and_nothing_of_it_runs(opened):
     page = opened.go("rollouts?task=evil")
-    page.wait_for("tbody tr", 1)
+    page.wait_for("tbody tr", 2)
     assert SHOWN in page.text("td.preview")
     page.click("tbody tr td")
     page.wait_for(".conversation")
     for selector in (".conversation .text", "aside", ".turn h3"):
         assert "<script>window.ran = 1</script>" in page.text(selector)
         assert SHOWN in page.text(selector)
+    assert page.count(".t") == 0  # no sequences: its messages are shown
+    assert page.js("typeof window.ran") == "undefined"
+    assert page.count("main script, main img") == 0
+
+
+def test_tokens_are_text_too(opened):
+    page = opened.go("rollouts?task=evil&group=evil/0")
+    page.click("tbody tr td")
+    said = page.text(".assistant .tokens")
+    assert said.startswith("<script>window.ran = 1</script><img src=x")
+    assert "␀␛[31m\\xe2\\x80\\xaeevil" in said  # bytes of a character that is no token by itself
+    assert "\u202e" not in said
+    page.click("[data-as=messages]")
+    page.wait_for(".turn .text")
+    assert page.count(".t") == 0
     assert page.js("typeof window.ran") == "undefined"
     assert page.count("main script, main img") == 0
 

@@ -19,6 +19,7 @@ function route() {
   for (const tab of document.querySelectorAll("#tabs a"))
     tab.classList.toggle("on", tab.hash === `#/${TAB_OF[name] || name}`);
   current.close?.();
+  document.querySelector("#runs details")?.removeAttribute("open");
   showTip(null, null);
   const root = document.getElementById("view");
   root.replaceChildren();

@@ -35,7 +35,12 @@ export class Chart {
     this.stack = stack;
     this.body = h("div", { class: "plot" });
     const close = onclose && h("button", { class: "close", title: "remove", onclick: onclose }, "×");
-    this.element = h("section", { class: "card chart", "data-title": title }, h("h2", {}, visible(title), close), this.body);
+    this.element = h(
+      "section",
+      { class: "card chart", "data-title": title },
+      h("h2", {}, visible(title), close),
+      this.body,
+    );
     this.observer = new ResizeObserver(() => this.#plot?.setSize(this.#size()));
     this.observer.observe(this.body);
   }

@@ -87,7 +87,12 @@ export function overview(root) {
   const tasks = h("span");
   const configs = h("div");
   const empty = h("p", { class: "quiet" }, "No step is done yet; this page follows the run.");
-  root.append(h("div", { class: "bar" }, tasks, h("label", {}, "smooth ", smoothing), chooser), empty, grid, configs);
+  root.append(
+    h("div", { class: "bar" }, tasks, h("label", {}, "smooth ", smoothing), chooser),
+    empty,
+    grid,
+    configs,
+  );
 
   function setExtras(keys) {
     localStorage.setItem("metrics", JSON.stringify((extras = [...new Set(keys)])));
@@ -136,9 +141,13 @@ export function overview(root) {
   function showTimes() {
     const ids = [];
     for (const run of store.chosen) {
-      const steps = allSteps([run]);
       const phases = phasesOf([...store.run(run).keys]);
-      if (!phases.length) continue;
+      // The last line of a run may be an evaluation alone.
+      const { metrics } = store.run(run);
+      const steps = allSteps([run]).filter((step) =>
+        phases.some((name) => metrics.get(step)[`time/${name}`] > 0),
+      );
+      if (!steps.length) continue;
       const title = store.chosen.length > 1 ? `Seconds of a step: ${run}` : "Seconds of a step";
       const series = phases.map((name, i) => ({
         label: name,
@@ -179,7 +188,9 @@ export function overview(root) {
 
   let known = "";
   function showConfigs() {
-    const found = store.chosen.map((run) => [run, store.run(run).status?.config]).filter(([, config]) => config);
+    const found = store.chosen
+      .map((run) => [run, store.run(run).status?.config])
+      .filter(([, config]) => config);
     if (known === (known = found.map(([run]) => run).join("\n"))) return;
     const row = ([name, value]) => h("tr", {}, h("th", {}, visible(name)), h("td", {}, visible(value)));
     const card = ([run, config]) =>

@@ -213,7 +213,9 @@ export function rolloutView(root, { run, key }) {
       h(
         "div",
         { class: "bar" },
-        h("span", { class: "buttons" }, as("tokens", "tokens"), as("messages", "messages")),
+        rollout.sequences.length
+          ? h("span", { class: "buttons" }, as("tokens", "tokens"), as("messages", "messages"))
+          : h("span", { class: "quiet" }, "no tokens were saved of this rollout: its messages"),
         bar,
         h("span", { class: "quiet hint" }, "j, k: next and previous"),
       ),
