@@ -1,0 +1,76 @@
+"""python -m torchtitan_rl.view outputs/<run> [outputs/<other run>]"""
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchtitan_rl.view.runs import NotARun
+from torchtitan_rl.view.server import open_server
+from torchtitan_rl.view.viewer import Viewer
+
+DEFAULT_PORT = 8765
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="python -m torchtitan_rl.view",
+        description="Shows runs on a local page: curves, rollouts, tokens, the timeline. "
+        "It follows a run that goes on.",
+    )
+    made.add_argument(
+        "folders",
+        nargs="*",
+        type=Path,
+        default=[Path("outputs")],
+        metavar="folder",
+        help="a run, several to compare, or a folder of runs (default: outputs)",
+    )
+    made.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on (default: %(default)s, for this machine only; there is no "
+        "password)",
+    )
+    made.add_argument(
+        "--port",
+        type=int,
+        default=DEFAULT_PORT,
+        help="default: %(default)s, or the next free one; 0: any",
+    )
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    try:
+        viewer = Viewer(options.folders)
+    except NotARun as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    try:
+        server = open_server(options.host, options.port, viewer.answers)
+    except (OSError, OverflowError) as error:
+        viewer.close()
+        print(f"error: cannot listen on {options.host}:{options.port}: {error}", file=sys.stderr)
+        return 2
+    # The index is made by a thread of this process: an answer must not wait 5 ms for it each time.
+    sys.setswitchinterval(0.0005)
+    # Ended by `kill`, too, it removes its temporary index.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    viewer.start()
+    print(f"{server.url}  (Ctrl-C ends it)", flush=True)
+    try:
+        server.serve_forever(poll_interval=0.2)
+    except KeyboardInterrupt:
+        if sys.stdout.isatty():
+            print()  # after the terminal's ^C
+    finally:
+        server.server_close()
+        viewer.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

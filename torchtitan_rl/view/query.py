@@ -1,0 +1,172 @@
+"""Filters, order and search of the table of rollouts."""
+
+import sqlite3
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchtitan_rl.view.columns import COLUMNS, text
+from torchtitan_rl.view.jsonl import parse
+
+MAX_ROWS = 200
+SEARCH_SECONDS = 1.0  # a search answers after so long, and says how far it came
+
+WITH_FILE = "SELECT rollouts.*, (SELECT name FROM files WHERE id = file) AS file_name FROM rollouts"
+
+_EQUAL = ("task", "split", "status", "group")
+_RANGES = {"step": "INTEGER", "reward": "REAL"}
+
+
+class BadRequest(ValueError):
+    """What the page asked for makes no sense; the message is shown to its user."""
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """Which rollouts of a run, in which order, from which on.
+
+    Example:
+        >>> Query.of({"run": "a", "task": "spelling", "reward_min": "0.5"}).where()
+        ('run = ? AND "task" = ? AND "reward" >= ?', ['a', 'spelling', 0.5])
+    """
+
+    run: str
+    equal: dict[str, str] = field(default_factory=dict)
+    correct: bool | None = None
+    low: dict[str, float] = field(default_factory=dict)
+    high: dict[str, float] = field(default_factory=dict)
+    text: str = ""
+    sort: str = "step"
+    descending: bool = True
+    start: int = 0
+    limit: int = 50
+
+    @classmethod
+    def of(cls, values: Mapping[str, str]) -> "Query":
+        """From the parameters of a request; those that are empty do not count."""
+        given = {name: value for name, value in values.items() if value != ""}
+        sort = given.get("sort", "step")
+        if sort not in COLUMNS:
+            raise BadRequest(f"rollouts cannot be sorted by {sort!r}")
+        correct = given.get("correct")
+        if correct not in (None, "true", "false"):
+            raise BadRequest("correct can be true or false")
+        return cls(
+            run=given.get("run", ""),
+            equal={name: given[name] for name in _EQUAL if name in given},
+            correct=None if correct is None else correct == "true",
+            low={n: _number(given, f"{n}_min") for n in _RANGES if f"{n}_min" in given},
+            high={n: _number(given, f"{n}_max") for n in _RANGES if f"{n}_max" in given},
+            text=given.get("text", ""),
+            sort=sort,
+            descending=given.get("order", "descending") == "descending",
+            start=max(0, int(_number(given, "start", 0))),
+            limit=min(MAX_ROWS, max(1, int(_number(given, "limit", 50)))),
+        )
+
+    def where(self) -> tuple[str, list[Any]]:
+        parts, values = ["run = ?"], [self.run]  # type: tuple[list[str], list[Any]]
+        for name, value in self.equal.items():
+            parts.append(f'"{name}" = ?')
+            values.append(value)
+        if self.correct is not None:
+            parts.append("correct = ?")
+            values.append(int(self.correct))
+        for sign, limits in ((">=", self.low), ("<=", self.high)):
+            for name, limit in limits.items():
+                parts.append(f'"{name}" {sign} ?')
+                values.append(limit)
+        return " AND ".join(parts), values
+
+    def order(self) -> str:
+        """Ties in the order of the run's files, so that a group's samples stay together."""
+        # What has no value comes last, which for DESC needs no saying, and an index can be used.
+        direction = "DESC" if self.descending else "ASC NULLS LAST"
+        return f'"{self.sort}" {direction}, step DESC, file, line'
+
+
+def _number(values: Mapping[str, str], name: str, default: float = 0.0) -> float:
+    try:
+        number = float(values.get(name, default))
+    except ValueError:
+        raise BadRequest(f"{name} must be a number, not {values[name]!r}") from None
+    if not abs(number) < 2**53:
+        raise BadRequest(f"{name} is too large")
+    return number
+
+
+Read = Callable[[sqlite3.Row], bytes]
+
+
+def listing(connection: sqlite3.Connection, query: Query, read: Read) -> dict[str, Any]:
+    """A page of the table: its rows, and where the next one starts (None: nowhere).
+
+    With a text to search for, rows are read from `start` on until the page is full or the time is
+    up; `searched` is how far it came.
+    """
+    connection.execute("BEGIN")  # all that is read is of one state of the index
+    where, values = query.where()
+    [total] = connection.execute(f"SELECT COUNT(*) FROM rollouts WHERE {where}", values).fetchone()
+    # Keys alone are sorted, whole rows only fetched where they are read.
+    keys = connection.execute(
+        f"SELECT file, line FROM rollouts WHERE {where} ORDER BY {query.order()} LIMIT ? OFFSET ?",
+        [*values, -1 if query.text else query.limit, query.start],
+    )
+    deadline = time.monotonic() + SEARCH_SECONDS
+    rows, position = [], query.start
+    for key in keys:
+        position += 1
+        row = connection.execute(f"{WITH_FILE} WHERE file = ? AND line = ?", tuple(key)).fetchone()
+        line = read(row)
+        if may_contain(line, query.text):
+            record = parse(line) or {}
+            if query.text == "" or contains(record, query.text):
+                rows.append({**summary(row), "preview": preview(record)})
+        if len(rows) == query.limit or (query.text and time.monotonic() > deadline):
+            break
+    following = position if position < total else None
+    return {"rows": rows, "total": total, "next": following, "searched": position}
+
+
+def summary(row: sqlite3.Row) -> dict[str, Any]:
+    """A row of the index as the page gets it; its key finds the rollout again."""
+    return {"key": f"{row['file_name']}:{row['line']}", **{name: row[name] for name in COLUMNS}}
+
+
+def texts(record: dict[str, Any]) -> Iterator[str]:
+    """What is said in a rollout, and what was expected."""
+    messages = record.get("messages")
+    for message in messages if isinstance(messages, list) else []:
+        if isinstance(message, dict):
+            yield text(message.get("content"))
+            yield text(message.get("tool_calls"))
+    yield text(record.get("expected_answer"))
+    yield text(record.get("failure"))
+
+
+def may_contain(line: bytes, wanted: str) -> bool:
+    """Whether to read a line at all: most searches are for words that JSON writes as they are."""
+    plain = wanted.isascii() and wanted.replace(" ", "").isalnum()
+    return not plain or wanted.lower().encode() in line.lower()
+
+
+def contains(record: dict[str, Any], wanted: str) -> bool:
+    folded = wanted.casefold()
+    return any(folded in said.casefold() for said in texts(record))
+
+
+def preview(record: dict[str, Any], length: int = 200) -> str:
+    """What the model said last, else why it could not.
+
+    Example:
+        >>> preview({"messages": [{"role": "user", "content": "47"}]})
+        '47'
+    """
+    messages = record.get("messages")
+    said = [m for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
+    by_model = [m for m in said if m.get("role") == "assistant"]
+    for message in reversed(by_model or said):
+        if shown := text(message.get("content")) or text(message.get("tool_calls")):
+            return shown[:length]
+    return text(record.get("failure"))[:length]

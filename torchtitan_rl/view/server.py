@@ -1,0 +1,159 @@
+"""HTTP for the page: its own few files, and JSON that the viewer answers.
+
+Rollouts are untrusted, and so is every other page in the same browser: nothing inline runs (a
+Content-Security-Policy), only names of this machine are answered (a foreign name that resolves
+here would let its page read along), and paths of a request never reach the disk.
+"""
+
+import errno
+import http.server
+import ipaddress
+import mimetypes
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+from torchtitan_rl.view.query import BadRequest
+from torchtitan_rl.view.viewer import NotFound, to_json
+
+STATIC = Path(__file__).parent / "static"
+HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
+Answer = Callable[[Mapping[str, str]], dict[str, Any]]
+
+
+def host_is_ours(header: str | None, host: str) -> bool:
+    """Whether a request's Host names this machine. A name that someone else's DNS resolves to it
+    does not; an address cannot be someone else's.
+
+    Example:
+        >>> host_is_ours("localhost:8765", ""), host_is_ours("evil.example:8765", "")
+        (True, False)
+    """
+    try:
+        name = urlsplit(f"//{header or ''}").hostname or ""
+    except ValueError:
+        return False
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    if name in (host.lower(), socket.gethostname().lower()) and name:
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def static_files(folder: Path = STATIC) -> dict[str, Path]:
+    """Everything that can be fetched, by its path in the URL."""
+    files = {
+        "/" + path.relative_to(folder).as_posix(): path
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+    return {"/": folder / "index.html", **files}
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """Answers GET; `server` has the answers."""
+
+    protocol_version = "HTTP/1.1"
+    # Head and body in one piece, sent at once.
+    wbufsize = -1
+    disable_nagle_algorithm = True
+    server: "Server"
+
+    def do_GET(self) -> None:
+        if not host_is_ours(self.headers.get("Host"), self.server.host):
+            return self._error(HTTPStatus.FORBIDDEN, "this name is not one of this machine")
+        url = urlsplit(self.path)
+        if url.path.startswith("/api/"):
+            return self._answer(url.path.removeprefix("/api/"), url.query)
+        path = self.server.files.get(url.path)
+        if path is None:
+            return self._error(HTTPStatus.NOT_FOUND, "there is no such page")
+        kind = mimetypes.guess_type(path.name)[0] or "text/plain"
+        kind = "text/javascript" if path.suffix == ".js" else kind
+        self._send(HTTPStatus.OK, f"{kind}; charset=utf-8", path.read_bytes())
+
+    def _answer(self, name: str, query: str) -> None:
+        answer = self.server.answers.get(name)
+        if answer is None:
+            return self._error(HTTPStatus.NOT_FOUND, f"there is no {name!r} to ask for")
+        try:
+            body = to_json(answer(dict(parse_qsl(query, keep_blank_values=True))))
+        except BadRequest as error:
+            return self._error(HTTPStatus.BAD_REQUEST, str(error))
+        except NotFound as error:
+            return self._error(HTTPStatus.NOT_FOUND, str(error))
+        except Exception as error:  # one bad file must not end the page
+            traceback.print_exc(file=sys.stderr)
+            return self._error(HTTPStatus.INTERNAL_SERVER_ERROR, f"{type(error).__name__}: {error}")
+        self._send(HTTPStatus.OK, "application/json", body)
+
+    def _error(self, status: HTTPStatus, message: str) -> None:
+        self._send(status, "application/json", to_json({"error": message}))
+
+    def _send(self, status: HTTPStatus, kind: str, body: bytes) -> None:
+        self.send_response(status)
+        for name, value in HEADERS.items():
+            self.send_header(name, value)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Quiet: the page asks every few seconds."""
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """A thread a connection; they end with the process."""
+
+    daemon_threads = True
+    # A port that another viewer uses must be refused, so that the next one is tried.
+    allow_reuse_port = False
+
+    def __init__(self, host: str, port: int, answers: Mapping[str, Answer]) -> None:
+        self.host, self.answers, self.files = host, answers, static_files()
+        if ":" in host:
+            self.address_family = socket.AF_INET6
+        super().__init__((host, port), Handler)
+
+    @property
+    def url(self) -> str:
+        host, port = self.server_address[:2]
+        name = str(host)
+        return f"http://[{name}]:{port}/" if ":" in name else f"http://{name}:{port}/"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that goes away in the middle of an answer is no error."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+
+def open_server(host: str, port: int, answers: Mapping[str, Answer], *, tries: int = 20) -> Server:
+    """On the port, or on the next free one after it; 0 is any."""
+    for candidate in range(port, port + tries):
+        try:
+            return Server(host, candidate if port else 0, answers)
+        except OSError as error:
+            busy = error.errno == errno.EADDRINUSE
+            if not busy or candidate == port + tries - 1:
+                raise
+    raise AssertionError("not reached")
