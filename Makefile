@@ -27,6 +27,7 @@ test: install ## Lint, format check, type check and tests: make test ARGS='-k na
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
+	@scripts/browser.sh
 	@exec $(PY) -m pytest $(PARALLEL) $(ARGS)
 
 bench: install ## Run every benchmark.

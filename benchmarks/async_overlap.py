@@ -54,7 +54,7 @@ def recipe(folder: Path, **changes) -> Controller.Config:
     base = Controller.Config(
         model=str(folder / "model"),
         task=Coins.Config(),
-        steps=STEPS + WARM_UP,
+        steps=STEPS + WARM_UP + 2,  # so that the last one measured trains beside others
         prompts_per_step=16,
         generator=SimulatedGenerator.Config(
             sampling=SamplingConfig(n=4, max_tokens=32),
@@ -74,7 +74,7 @@ def recipe(folder: Path, **changes) -> Controller.Config:
 async def run(
     config: Controller.Config, steps: int, warm_up: int = WARM_UP
 ) -> list[dict[str, float]]:
-    """The metrics of each step after the first, with its whole time."""
+    """The metrics of each step after the warm-up, with its whole time."""
     rows = []
     async with Controller(config) as controller:
         for step in range(steps):
@@ -90,9 +90,13 @@ def mean(rows: list[dict[str, float]], *keys: str) -> float:
 
 async def simulated_overlap(folder: Path) -> None:
     config = recipe(folder)
+    # Seats for one step's samples: those of the next wait for a free one, as in a real engine.
+    engine = replace(config.generator.engine, max_num_seqs=16 * 4)
     config = replace(
         config,
-        generator=replace(config.generator, seconds_per_token=0.02, seconds_per_pull=0.02),
+        generator=replace(
+            config.generator, engine=engine, seconds_per_token=0.02, seconds_per_pull=0.02
+        ),
         trainer=replace(config.trainer, seconds_per_step=0.5, seconds_per_publish=0.02),
     )
     measured = {}
@@ -115,7 +119,7 @@ MODEL_135M = {
     "num_key_value_heads": 5,
     "head_dim": 64,
 }
-REAL_STEPS = 4
+REAL_WARM_UP, REAL_STEPS = 2, 4
 
 
 def real_recipe(folder: Path, *, ahead: int, threads: tuple[int, int]) -> Controller.Config:
@@ -126,7 +130,7 @@ def real_recipe(folder: Path, *, ahead: int, threads: tuple[int, int]) -> Contro
         base,
         model=str(folder / "model-135m"),
         prompts_per_step=2,
-        steps=REAL_STEPS + 1,
+        steps=REAL_WARM_UP + REAL_STEPS + 2,  # so that the last one measured trains beside others
         max_offpolicy_steps=ahead,
         generator=VLLMGenerator.Config(
             sampling=SamplingConfig(n=4, max_tokens=128),
@@ -142,9 +146,10 @@ async def real_overlap(folder: Path) -> None:
     write_tiny_model(folder / "model-135m", seed=0, **MODEL_135M)
     cores = os.cpu_count() or 1
     half = max(1, cores // 2)
-    sync = await run(real_recipe(folder, ahead=0, threads=(cores, cores)), REAL_STEPS + 1, 1)
+    steps = REAL_WARM_UP + REAL_STEPS
+    sync = await run(real_recipe(folder, ahead=0, threads=(cores, cores)), steps, REAL_WARM_UP)
     note(f"synchronous, {cores} threads each: {phases(sync)}")
-    ahead = await run(real_recipe(folder, ahead=1, threads=(half, half)), REAL_STEPS + 1, 1)
+    ahead = await run(real_recipe(folder, ahead=1, threads=(half, half)), steps, REAL_WARM_UP)
     note(f"1 ahead, {half} threads each: {phases(ahead)}")
     ideal = max(mean(sync, "time/generate"), mean(sync, "time/train", "time/sync"))
     case = f"135M parameters, {cores} cores"

@@ -124,22 +124,6 @@ else
   check "installing requirements/cuda.txt" \
     pip install --no-compile -r requirements/cuda.txt -r requirements/dev.txt
 fi
-# The page (torchtitan_rl.view) is tested in a browser; nothing else needs one.
-has_browser() {
-  command -v "${TORCHTITAN_RL_BROWSER:-chromium}" chromium-headless-shell chromium-browser \
-    google-chrome chrome >/dev/null
-}
-apt_browser() {
-  echo "+ apt-get install chromium" >>$LOG
-  apt-get update >>$LOG 2>&1 || true
-  DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends chromium >>$LOG 2>&1
-}
-if ! has_browser && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-  say "installing Chromium, for the tests of the page ..."
-  apt_browser || true
-fi
-has_browser || say "no Chromium found: 'make test' needs one (Debian/Ubuntu: apt-get install chromium;\
- elsewhere, name its executable in TORCHTITAN_RL_BROWSER)"
 check "installing this project" pip install --no-compile --no-deps --no-build-isolation -e .
 
 say "compiling and checking ..."

@@ -47,6 +47,8 @@ class LowTokens(Task):
                 return rewards[:-1]
             case "nan":
                 return [float("nan")] * len(rewards)
+            case "exit":
+                raise SystemExit(3)
             case "hang":
                 import threading
 

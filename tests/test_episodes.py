@@ -15,7 +15,7 @@ from torchtitan_rl.algorithms.advantage import AdvantageConfig
 from torchtitan_rl.algorithms.echo import EchoConfig, RoleEcho, ToolEcho
 from torchtitan_rl.batching.schema import loss_mask
 from torchtitan_rl.batching.validation import validate
-from torchtitan_rl.episodes import BatchFilter, UntrainableSteps, make_batch
+from torchtitan_rl.episodes import BatchFilter, make_batch
 from torchtitan_rl.types import Rollout
 
 ECHO_TOOLS = EchoConfig(tool=ToolEcho(alpha=0.5))
@@ -147,16 +147,6 @@ def test_heldout_rollouts_are_chosen_by_hash_and_count_in_their_group():
     # The advantages are those of the whole group.
     assert {e.advantage for e in kept.episodes} == {0.875, -0.125}
     assert made(0.0)[1].heldout == []
-
-
-def test_many_steps_without_an_episode_are_a_mistake():
-    steps = UntrainableSteps(2)
-    nothing = [group(ONE_TURN, ONE_TURN, rewards=[0.0, 0.0])]
-    steps.count(nothing, [])
-    steps.count(nothing, batch(group(ONE_TURN, ONE_TURN, rewards=[1.0, 0.0])).episodes)
-    steps.count(nothing, [])
-    with pytest.raises(RuntimeError, match=r"2 steps in a row.*rewards seen: \[0.0\]"):
-        steps.count(nothing, [])
 
 
 def only_good(episodes, *, least: float = 1.0):

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import weakref
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -11,13 +12,13 @@ from tests.actors.tricky_tools import Plain, Tricky
 from torchtitan_rl.actors.environment import Environment, Response
 from torchtitan_rl.actors.spawn import spawn_environment
 from torchtitan_rl.models.render import ChatRenderer
+from torchtitan_rl.observability.rollouts import failure_metrics
 from torchtitan_rl.prompts import check_prompt
 from torchtitan_rl.rollout import (
     Conversation,
     Group,
     RolloutConfig,
     roll_out,
-    warn_of_failures,
 )
 from torchtitan_rl.sampling import SamplingConfig
 from torchtitan_rl.tasks.task import Example
@@ -215,16 +216,36 @@ def test_an_answer_that_failed_ends_the_rollout_with_the_reason(renderer, failur
     assert (conversation.rollout.status, conversation.rollout.failure) == (status, failure)
 
 
-def test_a_task_that_fails_is_warned_of_and_one_that_always_fails_ends_the_run(renderer, capsys):
-    made = group(renderer, "is answered")
-    made.conversations = [Conversation(made, i, renderer, LIMITS) for i in range(2)]
-    bad = made.conversations[0].rollout
-    bad.status, bad.failure = "environment_failed", "answer of task 'tricky' raised KeyError: 1"
-    warn_of_failures([made])
-    assert "1 of 2 rollouts of task 'tricky' failed: answer of task" in capsys.readouterr().out
-    made.conversations.pop()
-    with pytest.raises(RuntimeError, match="all rollouts of task 'tricky' failed: answer of"):
-        warn_of_failures([made])
+@pytest.mark.parametrize(
+    ("happens", "counts", "partial"),
+    [
+        ("empty", {"empty": 1}, True),
+        ("empty, then its reward fails", {"empty": 1, "failed": 3}, False),
+        ("empty, then not useful", {"empty": 1, "dropped": 3}, True),
+        ("timed out", {"timed_out": 4}, False),
+    ],
+)
+def test_every_rollout_of_a_group_is_accounted_for_once(renderer, happens, counts, partial):
+    made = group(renderer, "adds")
+    made.sampling = replace(made.sampling, n=4)
+    made.conversations = [Conversation(made, i, renderer, LIMITS) for i in range(4)]
+    if happens.startswith("empty"):
+        made.conversations[0].failed = ("empty", "nothing was sampled")
+        made.bury()
+    if happens.endswith("fails"):
+        made.bury_all("failed", "it raised")
+        made.fail("failed", "it raised")
+    elif happens.endswith("useful"):
+        made.give_up("dropped", "not useful")
+    elif happens == "timed out":
+        made.give_up("timed_out", "too slow")
+    told = Counter()
+    for failure in made.failures:
+        told[failure.kind] += failure.rollouts
+    assert told == counts
+    metrics = failure_metrics(made.failures, ["tricky"])
+    assert metrics["groups/partial/all"] == partial
+    assert metrics["groups/dropped/all"] == (not partial)
 
 
 def test_every_conversation_has_a_state_of_its_own(renderer):

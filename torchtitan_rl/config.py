@@ -152,7 +152,8 @@ class RunConfig(Configurable.Config):
                 f"wandb_project is {self.wandb_project!r}, but wandb is not installed: leave it "
                 "empty, or run .venv/bin/python -m pip install wandb"
             )
-        _ = self.stream  # which checks its own settings
+        if self.streams:
+            _ = self.stream  # which checks its own settings
         if not self.model and self.warm_start is None:
             raise ValueError("model is empty: give the path of an HF folder")
 

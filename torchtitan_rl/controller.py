@@ -25,7 +25,8 @@ from torchtitan_rl.batching.validation import require, validate
 from torchtitan_rl.config import RunConfig
 from torchtitan_rl.crew import Crew
 from torchtitan_rl.dump import open_dump
-from torchtitan_rl.episodes import UntrainableSteps, make_batch
+from torchtitan_rl.episodes import make_batch
+from torchtitan_rl.health import Health
 from torchtitan_rl.models.render import ChatRenderer
 from torchtitan_rl.observability.console import (
     StepProgress,
@@ -47,14 +48,7 @@ from torchtitan_rl.observability.timeline import Timeline
 from torchtitan_rl.platform import check_gpus
 from torchtitan_rl.platform.garbage import collect_garbage_rarely
 from torchtitan_rl.prompts import PromptGroups
-from torchtitan_rl.rollout import (
-    Group,
-    all_scored,
-    roll_out,
-    take_rewards,
-    waited,
-    warn_of_failures,
-)
+from torchtitan_rl.rollout import Group, all_scored, roll_out, take_rewards, waited
 from torchtitan_rl.routing import Experts
 from torchtitan_rl.stream import RolloutStream
 from torchtitan_rl.tasks.task import Task
@@ -110,7 +104,7 @@ class Controller(Configurable):
         self.policy_version = 0
         self.rollout_log = RolloutLog(self.folder.rollouts if config.save_rollouts else None)
         self.stream: RolloutStream[Group] | None = None
-        self.untrainable = UntrainableSteps(config.most_untrainable_steps)
+        self.health = Health(config.most_untrainable_steps)
         self.interrupted = asyncio.Event()
 
     # ---- the run ------------------------------------------------------------------------------
@@ -153,7 +147,7 @@ class Controller(Configurable):
         started = time.perf_counter()
 
         groups = await unless(stop, self.rollouts(step, clock))
-        warn_of_failures(groups)
+        self.health.check_rollouts(groups)
         batch = make_batch(groups, config.advantage, holdout_share=config.rollout.holdout_share)
         budget, overlong = config.trainer.tokens_per_microbatch, config.trainer.overlong
         chosen = config.batch_filter(batch.episodes)
@@ -161,16 +155,16 @@ class Controller(Configurable):
         training["episodes_filtered"] = len(batch.episodes) - len(chosen)
         if batch.unattributed:
             training["echo_unattributed"] = batch.unattributed
-        self.untrainable.count(groups, episodes)
+        self.health.check_episodes(groups, episodes)
         with clock("train"):
             if heldout := limit_length(batch.heldout, budget, overlong)[0]:
                 training |= await unless(stop, self.measure(heldout))
             if episodes:
                 training |= await self.train(episodes)
-        self.steps_done = step + 1
         with clock("sync"):
             if episodes and not self.dump:
                 await self.sync_weights()
+        self.steps_done = step + 1
         if self.stream:
             self.stream.advance(self.steps_done)
 
@@ -183,7 +177,7 @@ class Controller(Configurable):
         tokens = sum(len(c.rollout.token_ids) for group in groups for c in group.conversations)
         return {
             **flatten(rollout_metrics(all_scored(groups), self.interactive)),
-            **self.count_failures(groups + dropped),
+            **self.count_failures(step, groups + dropped),
             **training,
             **evaluation,
             "episodes": len(episodes),
@@ -245,10 +239,10 @@ class Controller(Configurable):
             untrained.work.give_up(untrained.kind, untrained.reason)
         return [untrained.work for untrained in ended]
 
-    def count_failures(self, groups: list[Group]) -> dict[str, float]:
+    def count_failures(self, step: int, groups: list[Group]) -> dict[str, float]:
         """What came to nothing since the last step, by task; each is logged, once."""
         failures = [failure for group in groups for failure in group.failures]
-        self.folder.log_failures(self.steps_done, failures)
+        self.folder.log_failures(step, failures)
         died, self.crew.generators.deaths.since_step = self.crew.generators.deaths.since_step, 0
         return {**failure_metrics(failures, self.tasks), "generators/died": died}
 
@@ -345,7 +339,10 @@ class Controller(Configurable):
         await self.roll_out(self.heldout)
         await self.grade(self.heldout)
         await self.rollout_log.write(self.steps_done, self.heldout, split="evaluation")
-        return evaluation_metrics(all_scored(self.heldout))
+        failures = [failure for group in self.heldout for failure in group.failures]
+        self.folder.log_failures(self.steps_done, failures)
+        failed = {"rollouts/failed/evaluation": len(failures)} if failures else {}
+        return {**evaluation_metrics(all_scored(self.heldout)), **failed}
 
     async def save(self) -> None:
         """Checkpoint what `steps_done` steps have made, unless that is on disk already."""
@@ -376,10 +373,8 @@ class Controller(Configurable):
             with busy("starting the actors"):
                 starting = self.answer("crew", "start", self.crew.start())
                 await unless(self.interrupted, starting)
-            done = await self.answer(
-                "trainer", "say its step", self.crew.trainer.actor.steps_done.call()
-            )
-            self.steps_done = per_rank(done)[0]
+            done = self.crew.trainer.actor.steps_done.call()
+            self.steps_done = per_rank(await self.answer("trainer", "say its step", done))[0]
             if self.config.resume:
                 console.print(f"resuming after {self.steps_done} steps", markup=False)
             await self.sync_weights()
@@ -395,5 +390,6 @@ class Controller(Configurable):
         if self.stream:
             with contextlib.suppress(TimeoutError):  # what does not end now, ends with the actors
                 await self.stream.close()
+            self.count_failures(self.steps_done, self.take_dropped())  # why, if that was the end
         await self.crew.stop()
         self.timeline.close()

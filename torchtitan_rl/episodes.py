@@ -163,22 +163,3 @@ def _level(episodes: Sequence[Episode]) -> None:
         for episode in episodes:
             if episode.echo_alpha is None:
                 episode.echo_alpha = [math.nan] * episode.length
-
-
-class UntrainableSteps:
-    """A step without an episode is chance; many in a row are a mistake somewhere."""
-
-    def __init__(self, most: int) -> None:
-        self.most, self.in_a_row = most, 0
-
-    def count(self, groups: Sequence[Group], episodes: Sequence[Episode]) -> None:
-        """Count a step; raise when too many in a row had nothing to learn from."""
-        self.in_a_row = 0 if episodes else self.in_a_row + 1
-        if self.in_a_row < self.most:
-            return
-        rewards = sorted({sample.reward for group in groups for sample in group.scored})
-        raise RuntimeError(
-            f"{self.in_a_row} steps in a row had nothing to learn from: every advantage was 0, or "
-            f"every episode too long (rewards seen: {rewards[:5]}). Look at the prompts, the "
-            "reward function, generator.sampling.max_tokens and the overlong/ counts in the metrics"
-        )

@@ -3,7 +3,6 @@
 import asyncio
 import copy
 import time
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,7 +11,6 @@ from torchtitan_rl.actors.environment import Request, Response
 from torchtitan_rl.actors.grader import RewardError, Ungraded, pair
 from torchtitan_rl.conversation import Rendered, Sample, Turn
 from torchtitan_rl.models.render import ChatRenderer
-from torchtitan_rl.observability.console import console
 from torchtitan_rl.sampling import SamplingConfig
 from torchtitan_rl.tasks.task import Example, Reward, Task
 from torchtitan_rl.tasks.tools import ToolCall
@@ -91,12 +89,17 @@ class Group:
     """Read from a dump, with advantages, samples and what is held out as they were."""
 
     def fail(self, kind: str, reason: str, rollouts: int | None = None) -> Failure:
-        """Note that some of its rollouts, or all, came to nothing."""
-        count = self.sampling.n if rollouts is None else rollouts
+        """Note that so many of its rollouts, or all that are left, came to nothing."""
+        count = self.left if rollouts is None else rollouts
         partial = rollouts is not None and bool(self.conversations)
         failure = Failure(self.task.name, self.id, kind, reason, count, partial)
         self.failures.append(failure)
         return failure
+
+    @property
+    def left(self) -> int:
+        """Rollouts that have not come to nothing."""
+        return self.sampling.n - sum(failure.rollouts for failure in self.failures)
 
     @property
     def ungraded(self) -> Ungraded:
@@ -128,7 +131,7 @@ class Group:
 
     def give_up(self, kind: str, reason: str) -> None:
         """It ended without being trained."""
-        if not self.failures:  # else it has said why itself
+        if self.left > 0:  # else it has said why itself
             self.fail(kind, reason)
         self.bury_all(kind, reason)
 
@@ -290,20 +293,6 @@ def waited(conversations: Iterable[Conversation], phase: str, *, since: float) -
     seconds = time.monotonic() - since
     for conversation in conversations:
         conversation.seconds[phase] += seconds
-
-
-def warn_of_failures(groups: Sequence[Group]) -> None:
-    """Say why rollouts ended because their task failed; if all of a task's did, it is broken."""
-    rollouts: defaultdict[str, list[Rollout]] = defaultdict(list)
-    for group in groups:
-        rollouts[group.task.name] += [c.rollout for c in group.conversations]
-    for task, its in rollouts.items():
-        failed = [r for r in its if r.status == "environment_failed"]
-        if failed and len(failed) == len(its):
-            raise RuntimeError(f"all rollouts of task {task!r} failed: {failed[0].failure}")
-        if failed:
-            count = f"{len(failed)} of {len(its)} rollouts of task {task!r}"
-            console.print(f"warning: {count} failed: {failed[0].failure}", markup=False)
 
 
 async def roll_out(

@@ -40,13 +40,14 @@ class StreamConfig:
                 raise ValueError(f"{name} must not be negative; got {getattr(self, name)}")
         if most and most < at_once:
             raise ValueError(
-                f"max_groups_per_step ({most}) must be at least prompts_per_step + oversample "
-                f"({at_once}), or 0 for exactly that"
+                f"rollout.max_groups_per_step ({most}) must be at least prompts_per_step + "
+                f"rollout.oversample ({at_once}), or 0 for exactly that"
             )
         if not 0 < self.timeout_seconds < self.deadline_seconds:
             raise ValueError(
-                f"timeout_seconds ({self.timeout_seconds}) must be positive and shorter than "
-                f"deadline_seconds ({self.deadline_seconds}), or one group that hangs ends the run"
+                f"rollout.timeout_seconds ({self.timeout_seconds}) must be positive and shorter "
+                f"than deadline_seconds ({self.deadline_seconds}), or one group that hangs ends "
+                "the run"
             )
 
     @property

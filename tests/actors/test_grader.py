@@ -49,6 +49,7 @@ async def test_plain_floats_are_rewards_too(low_tokens):
         ("raise", "raised KeyError: 'no such answer'"),
         ("short", "returned 1 rewards for 2 completions"),
         ("nan", "returned Reward.*for completion 0; expected a finite number"),
+        ("exit", "raised SystemExit: 3"),
         ("hang", "no answer in 0.5 s"),
     ],
 )
@@ -80,3 +81,10 @@ async def test_of_many_groups_each_gets_its_own_rewards_or_its_own_error(low_tok
             assert result == alone[0]
     assert "support.py:" in str(results[2])  # where the reward function raised
     assert await low_tokens.rewards.call_one([]) == []
+
+
+async def test_reward_functions_that_hang_for_ever_do_not_use_up_the_graders_threads(low_tokens):
+    hanging = [Ungraded([completion("a")], "hang", f"g{i}") for i in range(12)]
+    results = await low_tokens.rewards.call_one(hanging)
+    assert all("no answer in 0.5 s" in str(result) for result in results)
+    assert len(await low_tokens.score.call_one([completion("a")], None)) == 1

@@ -85,6 +85,7 @@ def test_the_summary_says_where_everything_is(tmp_path, capsys, monkeypatch):
     printed = summary(tmp_path, [{"step": 0, "eval/accuracy": 0.4}], capsys)
     for what in ("metrics.jsonl", *folders):
         assert f" my-run/{what}\n" in printed
+    assert "python -m torchtitan_rl.view my-run\n" in printed
     bare = summary(tmp_path / "bare", [{"step": 0, "eval/accuracy": 0.4}], capsys)
     assert "rollouts" not in bare
 

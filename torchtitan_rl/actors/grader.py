@@ -1,7 +1,9 @@
 """Grader: the task's reward function, called with the samples of one prompt at a time."""
 
 import asyncio
+import contextlib
 import math
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ from torchtitan_rl.tasks.task import Reward, Task
 from torchtitan_rl.types import Completion, Rollout, ScoredCompletion
 
 CONCURRENT_REWARDS = 4
-"""Fewer than the threads that asyncio keeps on the smallest machine."""
+"""Reward functions that run at a time."""
 
 
 class RewardError(RuntimeError):
@@ -59,8 +61,7 @@ class Grader(Actor, Configurable):
         """Build the task. Apart from `__init__`, so that a failure comes back as an error."""
         self.task: Task = self._task_config.build(seed=self._seed)
         self.tasks = self.task.members()
-        # As many reward functions at a time as there are threads for them: the clock of one must
-        # not run while it waits for its turn.
+        # The clock of one must not run while it waits for its turn.
         self._turns = asyncio.Semaphore(CONCURRENT_REWARDS)
 
     @concurrent_endpoint
@@ -101,31 +102,26 @@ class Grader(Actor, Configurable):
     async def _until_one_is_late(
         self, groups: Sequence[Ungraded]
     ) -> list[list[Reward] | RewardError]:
-        hand = _Hand(groups, self._rewards)
+        hand, seconds = _Hand(groups, self._rewards), self.config.timeout_seconds
         async with self._turns:
-            call = asyncio.create_task(asyncio.to_thread(hand.run))
-            left = self.config.timeout_seconds
-            while left > 0 and not call.done():
-                await asyncio.wait({call}, timeout=left)
-                left = hand.began + self.config.timeout_seconds - time.monotonic()
-        if call.done():
-            call.result()
+            ended, left = hand.start(), seconds
+            while left > 0 and not ended.done():
+                await asyncio.wait({ended}, timeout=left)
+                left = hand.seconds_left(seconds)
+        if len(hand.results) == len(groups):
             return hand.results
-        hand.given_up = True
-        results = list(hand.results)
-        late = self._name(groups[len(results)])
-        return [*results, RewardError(f"{late}: no answer in {self.config.timeout_seconds} s")]
+        late = self._name(groups[len(hand.results)])
+        return [*hand.results, RewardError(f"{late}: no answer in {seconds} s")]
 
     def _rewards(self, group: Ungraded) -> list[Reward] | RewardError:
         task, rollouts = self._task_of(group), cast(list[Rollout], group.completions)
         try:
             rewards = task.reward(rollouts, group.expected_answer)
-        except Exception as error:
-            return RewardError(f"{self._name(group)} {told(error, type(task).__module__)}")
-        try:
             return check_rewards(rewards, len(rollouts), self._name(group))
         except RewardError as error:
             return error
+        except BaseException as error:  # SystemExit too: whatever it is, it is the group's
+            return RewardError(f"{self._name(group)} {told(error, type(task).__module__)}")
 
     def _name(self, group: Ungraded) -> str:
         return f"reward function of task {self._task_of(group).name!r}, group {group.group_id}"
@@ -135,27 +131,52 @@ class Grader(Actor, Configurable):
 
 
 class _Hand:
-    """Groups that a thread grades, one after the other."""
+    """Groups that a thread grades, one after the other.
+
+    A thread of its own, not one of a pool: a reward function that never returns keeps it for ever.
+    """
 
     def __init__(
         self,
         groups: Sequence[Ungraded],
         grade: Callable[[Ungraded], list[Reward] | RewardError],
     ) -> None:
-        self.groups, self.grade = groups, grade
         self.results: list[list[Reward] | RewardError] = []
-        self.began = time.monotonic()
+        self._groups, self._grade = groups, grade
+        self._began = time.monotonic()
         """When it turned to the group it is at."""
-        self.given_up = False
-        """Whether nobody waits for it any more."""
+        self._given_up = False
+        self._lock = threading.Lock()
 
-    def run(self) -> None:
-        for group in self.groups:
-            self.began = time.monotonic()
-            result = self.grade(group)
-            if self.given_up:
-                return
-            self.results.append(result)
+    def start(self) -> "asyncio.Future[None]":
+        """Done when the thread is."""
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[None] = loop.create_future()
+
+        def run() -> None:
+            self._run()
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+                loop.call_soon_threadsafe(ended.set_result, None)
+
+        threading.Thread(target=run, daemon=True, name="rewards").start()
+        return ended
+
+    def seconds_left(self, seconds: float) -> float:
+        """Of the time that the group it is at may take; when that is over, its answer, and those
+        behind it, will not be taken any more."""
+        with self._lock:
+            left = self._began + seconds - time.monotonic()
+            self._given_up = left <= 0 and len(self.results) < len(self._groups)
+            return left
+
+    def _run(self) -> None:
+        for group in self._groups:
+            result = self._grade(group)
+            with self._lock:
+                if self._given_up:
+                    return
+                self.results.append(result)
+                self._began = time.monotonic()
 
 
 def pair(

@@ -1,5 +1,7 @@
 """What a person sees: a progress bar, one line a step, a table at the end."""
 
+import os
+import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
@@ -118,6 +120,8 @@ def print_summary(folder: RunFolder) -> None:
         if not path.exists():
             continue
         console.print(f"{what:<12} {folder.relative}/{path.name}", markup=False)
+    python = os.path.relpath(sys.executable)
+    console.print(f"look at it   {python} -m torchtitan_rl.view {folder.relative}", markup=False)
 
 
 def _print_evaluations(

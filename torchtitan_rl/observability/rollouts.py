@@ -59,6 +59,10 @@ def _rollout(sample: ScoredCompletion) -> Rollout:
     return sample.completion
 
 
+CHOSEN = ("dropped", "cancelled")
+"""Kinds of failures that are none: dynamic sampling and oversampling leave groups out."""
+
+
 def failure_metrics(failures: Iterable["Failure"], tasks: Iterable[str]) -> dict[str, float]:
     """What came to nothing: `rollouts/<kind>/<who>`, and groups that go on without some of their
     samples, or not at all."""
@@ -70,6 +74,8 @@ def failure_metrics(failures: Iterable["Failure"], tasks: Iterable[str]) -> dict
     for failure in failures:
         for who in ("all", failure.task):
             counts[f"rollouts/{failure.kind}/{who}"] += failure.rollouts
+            if failure.kind in CHOSEN:
+                continue
             (partial if failure.partial else dropped)[who].add(failure.group)
     for who in ("all", *tasks):
         counts[f"groups/partial/{who}"] = len(partial[who] - dropped[who])
