@@ -45,12 +45,15 @@ class Health:
         if not self._untrainable:
             return
         rewards = sorted({sample.reward for group in groups for sample in group.scored})
-        said = f"nothing to learn from: every advantage was 0 (rewards seen: {rewards[:5]})"
+        said = (
+            "nothing to learn from: every advantage was 0, or every episode too long or filtered "
+            f"(rewards seen: {rewards[:5]})"
+        )
         if self._untrainable < self._most:
             console.print(f"warning: this step had {said}", markup=False)
             return
         raise RuntimeError(
-            f"{self._untrainable} steps in a row had {said}, or every episode was too long or "
-            "filtered. Look at the prompts, the reward function, generator.sampling.max_tokens, "
-            "batch_filter and the overlong/ counts in the metrics"
+            f"{self._untrainable} steps in a row had {said}. Look at the prompts, the reward "
+            "function, generator.sampling.max_tokens, batch_filter and the overlong/ counts in the "
+            "metrics"
         )

@@ -19,7 +19,8 @@ long, short = SamplingConfig(n=4, max_tokens=100), SamplingConfig(n=1, max_token
 
 def tokens_so_far():
     requests = engine._engine.engine_core.engine_core.scheduler.requests
-    return [requests[s.vllm_id].num_output_tokens for s in engine._slots.values()]
+    running = [s.vllm_id for s in engine._slots.values() if s.vllm_id in requests]
+    return [requests[name].num_output_tokens for name in running] or [0]
 
 async def main():
     # A short call does not wait for a long one: they share the batch.
