@@ -5,48 +5,33 @@ successor gets the current weights before it gets work.
 """
 
 import asyncio
-from collections import OrderedDict
+import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
-from monarch.actor import ActorError
-
-from torchtitan_rl.actors.engine import EngineDiedError
 from torchtitan_rl.actors.spawn import Spawned
-from torchtitan_rl.observability.console import console
 from torchtitan_rl.observability.timeline import Timeline
+from torchtitan_rl.replicas import (
+    GeneratorDiedError,
+    GeneratorsDiedError,
+    Replica,
+    Replicas,
+    told,
+)
 from torchtitan_rl.sampling import SamplingConfig
 from torchtitan_rl.types import Completion
-from torchtitan_rl.waiting import Answer, Interrupted, WorkerDiedError, answer, together, unless
+from torchtitan_rl.waiting import together
 from torchtitan_rl.weight_sync.handle import WeightHandle
 
-REMEMBERED_GROUPS = 10_000
-"""Groups whose generator is remembered: their later turns find their prefix cached there."""
+__all__ = ["DeadlyPromptError", "Generators", "GeneratorsDiedError"]
 
-START_ATTEMPTS = 3
-"""How often a successor is started."""
-
-WATCH_SECONDS = 0.5
-"""How often the generators' processes are looked at. Monarch may take half a minute to say that one
-it has just sent a message to is gone, and of one that nobody calls it says nothing."""
+MOST_DEATHS_OF_AN_ASK = 3
+"""Generators that may die over one prompt. Before the last it runs apart from others of its kind,
+so that a prompt that kills does not take those along that only were beside it."""
 
 
-class GeneratorsDiedError(RuntimeError):
-    """Generators die faster than they can be replaced."""
-
-
-@dataclass(slots=True)
-class Replica:
-    """One generator, on a mesh of its own."""
-
-    number: int
-    spawned: Spawned | None = None
-    """None while it is being replaced."""
-    gone: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the one that is spawned has died."""
-    load: int = 0
-    """Samples it is asked for."""
+class DeadlyPromptError(RuntimeError):
+    """Generator after generator died over a prompt."""
 
 
 @dataclass(slots=True)
@@ -58,20 +43,48 @@ class Ask:
     sampling: SamplingConfig
     name: str
     group: str
+    deaths: int = 0
+    """Generators that died over it."""
+    alone: bool = False
+    """Whether it is sampled in a call of its own: one that it shared has failed."""
+    completions: list[Completion] = field(default_factory=list)
+    error: Exception | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return not self.completions and self.error is None
+
+    def result(self, version: int) -> list[Completion]:
+        """What was sampled, or as many completions without tokens, which say why."""
+        if self.error is None:
+            return self.completions
+        why, logprobs = told(self.error), self.sampling.logprobs
+        return [
+            Completion(version, self.index, self.prompt, why, [], [] if logprobs else None, "abort")
+            for _ in range(self.sampling.n)
+        ]
 
 
 @dataclass(slots=True)
-class Deaths:
-    """How many generators have died, for the metrics and for knowing when to give up."""
+class Hand:
+    """What one generator is asked in one call."""
 
-    total: int = 0
-    in_a_row: int = 0
-    """Since anything was sampled."""
-    since_step: int = 0
-    """Not reported yet."""
+    replica: Replica
+    asks: list[Ask] = field(default_factory=list)
+    load: int = 0
+
+    def add(self, ask: Ask) -> None:
+        self.asks.append(ask)
+        self.load += ask.sampling.n
+        self.replica.load += ask.sampling.n
+
+    def release(self) -> None:
+        """The generator is done with it. Can be called twice."""
+        self.replica.load -= self.load
+        self.load = 0
 
 
-class Generators:
+class Generators(Replicas):
     """All replicas behind the calls of one.
 
     Example:
@@ -89,32 +102,15 @@ class Generators:
         most_deaths_in_a_row: int = 5,
         timeline: Timeline | None = None,
     ) -> None:
-        self._spawn = spawn
-        self.replicas = [Replica(number) for number in range(count)]
-        self._deadline = deadline_seconds
-        self._timeline = timeline or Timeline()
-        self._most_deaths = most_deaths_in_a_row
-        self._homes: OrderedDict[str, Replica] = OrderedDict()
-        self._handle: WeightHandle | None = None
-        self._changed = asyncio.Condition()
-        self._replacing: set[asyncio.Task] = set()
-        self._watching: asyncio.Task | None = None
-        self._failure: BaseException | None = None
-        self.deaths = Deaths()
-
-    async def start(self) -> None:
-        """Spawn all of them, side by side."""
-        await together(*(self._start(replica) for replica in self.replicas))
-        self._watching = asyncio.create_task(self._watch())
-
-    async def stop(self) -> None:
-        """End every process, also of those that are just starting."""
-        tasks = [*self._replacing, *([self._watching] if self._watching else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        alive = [r.spawned for r in self.replicas if r.spawned is not None]
-        await asyncio.gather(*(s.stop() for s in alive), return_exceptions=True)
+        super().__init__(
+            spawn,
+            count,
+            deadline_seconds=deadline_seconds,
+            most_deaths_in_a_row=most_deaths_in_a_row,
+            timeline=timeline or Timeline(),
+        )
+        self._homes: dict[str, Replica] = {}
+        self._last_chance = asyncio.Lock()
 
     # ---- sampling -----------------------------------------------------------------------------
 
@@ -126,180 +122,122 @@ class Generators:
         groups: Sequence[str] | None = None,
     ) -> list[Completion]:
         """`n` completions of each prompt, ordered by prompt. Prompts of one of `groups` go to the
-        generator that has had it before; else a prompt goes to the least loaded."""
+        generator that has had it since the last weights; else a prompt goes to the least loaded.
+
+        A prompt that fails, also by itself, has `n` completions without tokens, that finish with
+        `abort` and whose text says why. If all prompts fail, the first one's error is raised.
+        """
         asks = [
             Ask(i, prompt, sampling, name, group)
             for i, (prompt, sampling, name, group) in enumerate(
                 zip(prompts, samplings, names, groups or names, strict=True)
             )
         ]
-        made: list[list[Completion]] = [[] for _ in asks]
-        while asks:
-            dealt = await self._deal(asks)
-            results = await together(*(self._sample_on(r, part) for r, part in dealt))
-            asks = []
-            for (_, part), completions in zip(dealt, results, strict=True):
-                if completions is None:  # its generator died: once more, elsewhere
-                    asks += part
-                    continue
-                for completion in completions:
-                    ask = part[completion.prompt_idx]
-                    completion.prompt_idx = ask.index
-                    made[ask.index].append(completion)
-        return [completion for of_prompt in made for completion in of_prompt]
+        while left := [ask for ask in asks if ask.is_open]:
+            if usual := [ask for ask in left if ask.deaths < MOST_DEATHS_OF_AN_ASK - 1]:
+                await self._try(usual)
+            else:
+                async with self._last_chance:
+                    await self._try(left[:1])
+        if failed := [ask for ask in asks if ask.error is not None]:
+            assert failed[0].error is not None
+            if len(failed) == len(asks):
+                raise failed[0].error
+            why = f"{len(failed)} of {len(asks)} prompts failed: {told(failed[0].error)}"
+            self._say(f"warning: {why}", once=False)
+        version = self._handle.version if self._handle else 0
+        return [completion for ask in asks for completion in ask.result(version)]
 
-    async def _deal(self, asks: list[Ask]) -> list[tuple[Replica, list[Ask]]]:
+    async def _try(self, asks: list[Ask]) -> None:
+        hands = await self._deal(asks)
+        try:
+            await together(*(self._sample_on(hand) for hand in hands))
+        finally:
+            for hand in hands:  # also of those that were cancelled before they began
+                hand.release()
+
+    async def _deal(self, asks: list[Ask]) -> list[Hand]:
         """Who samples what. Waits for a successor if nobody is alive."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._failure or self._alive)
-            if not self._alive:
-                raise GeneratorsDiedError(
-                    f"no generator is left ({self.deaths.in_a_row} died one after the other): "
-                    f"{self._failure}. Look into the run's logs folder"
-                ) from self._failure
-            hands: dict[int, list[Ask]] = {}
-            for ask in asks:
-                replica = self._home(ask.group)
-                replica.load += ask.sampling.n
-                hands.setdefault(replica.number, []).append(ask)
-        return [(self.replicas[number], part) for number, part in hands.items()]
-
-    @property
-    def _alive(self) -> list[Replica]:
-        return [replica for replica in self.replicas if replica.spawned is not None]
+        await self._some_alive()
+        hands: dict[tuple[int, int | None], Hand] = {}
+        for ask in asks:
+            replica = self._home(ask.group)
+            key = (replica.number, ask.index if ask.alone else None)
+            hands.setdefault(key, Hand(replica)).add(ask)
+        return list(hands.values())
 
     def _home(self, group: str) -> Replica:
         replica = self._homes.get(group)
         if replica is None or replica.spawned is None:
             replica = min(self._alive, key=lambda r: (r.load, r.number))
             self._homes[group] = replica
-            if len(self._homes) > REMEMBERED_GROUPS:
-                self._homes.popitem(last=False)
         return replica
 
-    async def _sample_on(self, replica: Replica, asks: list[Ask]) -> list[Completion] | None:
-        """The completions, or None if the generator died over them."""
-        spawned, gone = replica.spawned, replica.gone
+    async def _sample_on(self, hand: Hand) -> None:
+        """Give its asks what they asked for, or an error; or leave them open, to be dealt again."""
+        asks, spawned = hand.asks, hand.replica.spawned
         try:
             if spawned is None:  # died since it was chosen
-                return None
-            call = spawned.actor.generate.call_one(
-                [ask.prompt for ask in asks],
-                sampling_config=[ask.sampling for ask in asks],
-                group_ids=[ask.name for ask in asks],
+                return
+            completions: list[Completion] = await self._call(
+                hand.replica,
+                "generate",
+                lambda actor: actor.generate.call_one(
+                    [ask.prompt for ask in asks],
+                    sampling_config=[ask.sampling for ask in asks],
+                    group_ids=[ask.name for ask in asks],
+                ),
             )
-            completions: list[Completion] = await self._answer(replica, "generate", call, gone)
             self.deaths.in_a_row = 0
-            return completions
+            for completion in completions:
+                ask = asks[completion.prompt_idx]
+                completion.prompt_idx = ask.index
+                ask.completions.append(completion)
         except asyncio.CancelledError:
-            if spawned is not None:  # not waited for: a message that gets lost costs only time
-                spawned.actor.cancel.broadcast([ask.name for ask in asks])
+            if spawned is hand.replica.spawned:
+                self._abandon(hand)
             raise
-        except (WorkerDiedError, ActorError) as error:
-            if not _died(error):
-                raise
-            assert spawned is not None
-            await self._bury(replica, spawned, error)
-            return None
+        except GeneratorDiedError as error:
+            for ask in asks:
+                ask.deaths += 1
+                if ask.deaths == MOST_DEATHS_OF_AN_ASK:
+                    ask.error = DeadlyPromptError(
+                        f"{ask.deaths} generators died over group {ask.group!r}, the last of them "
+                        f"{error}"
+                    )
+                    ask.error.__cause__ = error
+        except Exception as error:
+            # One of the prompts may be to blame: each once more, by itself.
+            for ask in asks:
+                ask.error = error if len(asks) == 1 else None
+                ask.alone = True
         finally:
-            replica.load -= sum(ask.sampling.n for ask in asks)
+            hand.release()
+
+    def _abandon(self, hand: Hand) -> None:
+        """Have a generator drop what nobody waits for any more; until it has, it is no less busy.
+        One that does not even answer this hangs, and is replaced."""
+        names, kept = [ask.name for ask in hand.asks], Hand(hand.replica)
+        for ask in hand.asks:
+            kept.add(ask)
+
+        async def cancel() -> None:
+            with contextlib.suppress(Exception):  # nobody waits for this either
+                call = "cancel", lambda actor: actor.cancel.call_one(names)
+                await self._call(kept.replica, *call)
+
+        self._in_background(cancel()).add_done_callback(lambda _: kept.release())
 
     # ---- weights ------------------------------------------------------------------------------
 
     async def pull(self, handle: WeightHandle) -> None:
         """Have all generators serve these weights; one that is being replaced will get them."""
         self._handle = handle
+        self._homes.clear()  # cached prefixes go with the weights they were computed with
         await together(*(self._pull(replica, handle) for replica in self._alive))
 
     async def _pull(self, replica: Replica, handle: WeightHandle) -> None:
-        spawned, gone = replica.spawned, replica.gone
-        if spawned is None:
-            return
-        try:
-            pulling = spawned.actor.pull_weights.call_one(handle)
-            await self._answer(replica, "pull weights", pulling, gone)
-        except (WorkerDiedError, ActorError) as error:
-            if not _died(error):
-                raise
-            await self._bury(replica, spawned, error)
-
-    # ---- life and death -----------------------------------------------------------------------
-
-    async def _start(self, replica: Replica) -> None:
-        """Spawn a generator; it joins when it serves the current weights."""
-        spawned = await self._answer(replica, "start", self._spawn(replica.number))
-        try:
-            served = None
-            while self._handle is not served:  # weights may be published while it pulls
-                served = self._handle
-                if served is not None:
-                    call = spawned.actor.pull_weights.call_one(served)
-                    await self._answer(replica, "pull weights", call)
-        except BaseException:
-            await spawned.stop()
-            raise
-        async with self._changed:
-            replica.spawned, replica.gone = spawned, asyncio.Event()
-            self._changed.notify_all()
-
-    async def _watch(self) -> None:
-        while True:
-            await asyncio.sleep(WATCH_SECONDS)
-            for replica in self._alive:
-                if (spawned := replica.spawned) and not spawned.alive:
-                    await self._bury(replica, spawned, WorkerDiedError("its process has ended"))
-
-    async def _bury(self, replica: Replica, spawned: Spawned, error: BaseException) -> None:
-        """Note a death, once, and start the successor."""
-        if replica.spawned is not spawned:
-            return  # another call has noticed
-        replica.spawned = None
-        replica.gone.set()
-        self.deaths.total += 1
-        self.deaths.in_a_row += 1
-        self.deaths.since_step += 1
-        console.print(f"generator {replica.number} died; replacing it", markup=False)
-        if self.deaths.in_a_row > self._most_deaths:
-            await self._give_up(error)
-            return
-        task = asyncio.create_task(self._replace(replica, spawned))
-        self._replacing.add(task)
-        task.add_done_callback(self._replacing.discard)
-
-    async def _replace(self, replica: Replica, dead: Spawned) -> None:
-        await dead.stop()  # whatever is left of it
-        for attempt in range(START_ATTEMPTS):
-            try:
-                await self._start(replica)
-                return
-            except Exception as error:
-                # Weights may have been overwritten by newer ones just as it read them.
-                if attempt == START_ATTEMPTS - 1:
-                    await self._give_up(error)  # whoever waits for a generator is told
-
-    async def _give_up(self, error: BaseException) -> None:
-        async with self._changed:
-            self._failure = error
-            self._changed.notify_all()
-
-    async def _answer(
-        self,
-        replica: Replica,
-        what: str,
-        call: Awaitable[Answer],
-        gone: asyncio.Event | None = None,
-    ) -> Answer:
-        who = f"generator {replica.number}"
-        waiting = answer(f"{who} to {what}", call, deadline_seconds=self._deadline)
-        with self._timeline.span(who, what):
-            try:
-                return await unless(gone or asyncio.Event(), waiting)
-            except Interrupted:
-                raise WorkerDiedError(f"while waiting for {who} to {what}, it died") from None
-
-
-def _died(error: BaseException) -> bool:
-    """Whether a call failed because its generator did, and not because of what it was asked."""
-    if isinstance(error, WorkerDiedError | SupervisionError | EngineDiedError):
-        return True
-    return isinstance(error, ActorError) and isinstance(error.exception, EngineDiedError)
+        with contextlib.suppress(GeneratorDiedError):  # its successor pulls them before it joins
+            await self._call(
+                replica, "pull weights", lambda actor: actor.pull_weights.call_one(handle)
+            )

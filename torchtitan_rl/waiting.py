@@ -20,6 +20,10 @@ class WorkerDiedError(RuntimeError):
     """A process died while its answer was waited for."""
 
 
+class DeadlineError(TimeoutError):
+    """Nobody answered in time; not to be taken for a TimeoutError that an actor answers with."""
+
+
 async def answer(what: str, reply: Awaitable[Answer], *, deadline_seconds: float) -> Answer:
     """Wait for an actor's reply; if none comes, say who was waited for and why it did not come."""
     task = _task(reply)
@@ -31,7 +35,7 @@ async def answer(what: str, reply: Awaitable[Answer], *, deadline_seconds: float
         raise WorkerDiedError(f"while waiting for {what}, its process died: {error}") from error
     finally:
         await _cancel(task)
-    raise TimeoutError(
+    raise DeadlineError(
         f"waited {deadline_seconds:.0f} s for {what}; look into the run's logs folder, or "
         "raise deadline_seconds if it only needs longer"
     )
@@ -64,6 +68,9 @@ async def _cancel(*tasks: asyncio.Future) -> None:
     left = [task for task in tasks if not task.done()]
     for task in left:
         task.cancel()
+    for task in tasks:
+        if task.done() and not task.cancelled():
+            task.exception()  # asked for, so that Python does not print one that came too late
     if left:
         await asyncio.gather(*left, return_exceptions=True)
 

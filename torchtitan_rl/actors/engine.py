@@ -20,7 +20,7 @@ from torchtitan_rl.actors.vllm_build import build_llm_engine
 from torchtitan_rl.platform import Dtype
 from torchtitan_rl.sampling import SamplingConfig
 from torchtitan_rl.types import Completion
-from torchtitan_rl.weight_sync.handle import WeightHandle
+from torchtitan_rl.weight_sync.handle import WeightHandle, check_fresh
 
 Prompt = str | list[int]
 
@@ -367,14 +367,17 @@ class Engine:
                     call.future.set_exception(RuntimeError("nobody waits for this any more"))
 
     def _swap(self, handle: WeightHandle) -> None:
+        check_fresh(handle)  # nothing is touched yet: the old weights stay
         try:
             self._engine.collective_rpc("pull_weights", args=(handle,))
+            # Cached prefixes and the KV of running requests were computed with the old weights.
+            self._engine.reset_prefix_cache(reset_running_requests=True)
         except BaseException as error:
             # The model may be half new and half old: better no answer than a wrong one.
             self._die(error)
-            raise
-        # Cached prefixes and the KV of running requests were computed with the old weights.
-        self._engine.reset_prefix_cache(reset_running_requests=True)
+            raise EngineDiedError(
+                f"the engine died while weights were swapped: {error!r}"
+            ) from error
         self.policy_version = handle.version
         # vLLM 0.32: the scheduler, in this process, has every request that is not finished.
         unfinished = self._engine.engine_core.engine_core.scheduler.requests
