@@ -185,7 +185,9 @@ class Conversation:
     def take(self, completion: Completion) -> bool:
         """The model's turn; returns whether the task is to respond to it."""
         if not completion.token_ids or completion.finish_reason == "abort":
-            self.failed = ("empty", f"nothing was sampled ({completion.finish_reason})")
+            # Of a call that failed, the generators say why in the place of its words.
+            reason = completion.text or f"nothing was sampled ({completion.finish_reason})"
+            self.failed = ("failed" if completion.text else "empty", reason)
             return False
         self.turns.append(
             Turn.after(

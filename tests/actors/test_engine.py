@@ -93,9 +93,12 @@ async def main():
     waiting = asyncio.create_task(engine.generate([[1, 2]], long, ["waiting"]))
     await asyncio.sleep(0.05)
     publisher = ShmPublisher()
-    handle = publisher.publish([("model.norm.weight", torch.ones(128))], version=1)
-    publisher.close()
-    for call in (engine.pull_weights(handle), waiting, engine.generate([[3]], short, ["late"])):
+    torn = publisher.publish([("model.norm.weight", torch.ones(127))], version=1)
+    gone = publisher.publish([("model.norm.weight", torch.ones(128))], version=2)
+    publisher._buffers.pop().close()
+    # One whose snapshot is gone is refused before anything is touched.
+    pulls = engine.pull_weights(gone), engine.pull_weights(torn)
+    for call in (*pulls, waiting, engine.generate([[3]], short, ["late"])):
         try:
             await asyncio.wait_for(call, 20)
         except Exception as error:
@@ -123,4 +126,6 @@ def test_an_engine_by_itself_shares_cancels_and_dies_in_order(tiny_model):
     )
     assert run.returncode == 0, run.stderr[-3000:]
     died = "EngineDiedError"
-    assert run.stdout.split()[-5:] == [died, "WeightSyncError", died, died, "closed"], run.stdout
+    assert run.stdout.split()[-6:] == [died, "WeightSyncError", died, died, died, "closed"], (
+        run.stdout
+    )

@@ -68,11 +68,13 @@ class Spawned:
                 family += process.children(recursive=True)
         # Monarch first: it must know that what follows is no accident.
         stopping = self.procs.stop("the run ended")
-        with contextlib.suppress(Exception):
-            await asyncio.wait_for(stopping, STOP_SECONDS)
-        for process in family:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        try:
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(stopping, STOP_SECONDS)
+        finally:  # also when whoever stops it is cancelled
+            for process in family:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
         await asyncio.to_thread(psutil.wait_procs, family, timeout=STOP_SECONDS)
 
 
