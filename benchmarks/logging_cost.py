@@ -21,8 +21,8 @@ from torchtitan_rl.controller import Controller
 from torchtitan_rl.models.tiny import write_tiny_model
 from torchtitan_rl.observability.sinks import open_metrics_log
 
-STEPS = 30
-WARM_UP = 3
+BLOCKS, STEPS = 7, 6
+"""The first block is not counted."""
 
 
 def config_for(folder: Path, *, logs: bool) -> Controller.Config:
@@ -32,7 +32,7 @@ def config_for(folder: Path, *, logs: bool) -> Controller.Config:
         model=str(folder / "model"),
         warm_start=None,
         task=Coins.Config(),
-        steps=STEPS + WARM_UP,
+        steps=BLOCKS * STEPS,
         trainer=replace(recipe.trainer, export_tokens=logs),
         save_rollouts=logs,
         save_timeline=logs,
@@ -54,9 +54,13 @@ async def main() -> None:
                 config = config_for(folder, logs=logs)
                 runs[logs] = await stack.enter_async_context(Controller(config))
             log = open_metrics_log(runs[True].folder, runs[True].config, first_step=0)
-            for step in range(STEPS + WARM_UP):
-                # In turn first: what comes second finds the machine warm.
-                for logs in (True, False) if step % 2 else (False, True):
+            for block in range(BLOCKS):
+                # Some steps at a time: what a step leaves to its threads falls on its own kind.
+                for logs, step in [
+                    (logs, block * STEPS + number)
+                    for logs in ((True, False) if block % 2 else (False, True))
+                    for number in range(STEPS)
+                ]:
                     controller = runs[logs]
                     started = time.perf_counter()
                     values = await controller.step(step)
@@ -66,7 +70,7 @@ async def main() -> None:
             log.close()
             for controller in runs.values():
                 controller.rollout_log.close()
-    pairs = list(zip(seconds[True], seconds[False], strict=True))[WARM_UP:]
+    pairs = list(zip(seconds[True], seconds[False], strict=True))[STEPS:]
     more = statistics.median(on - off for on, off in pairs)
     off = statistics.median(off for _, off in pairs)
     note(f"a step takes {off:.3f} s, and {1000 * more:+.0f} ms with everything logged")

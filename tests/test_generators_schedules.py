@@ -23,7 +23,7 @@ from torchtitan_rl.generators import DeadlyPromptError, GeneratorsDiedError
 from torchtitan_rl.types import Completion
 from torchtitan_rl.waiting import DeadlineError
 
-SEEDS = 2000
+SEEDS = 1000
 ENDS = (DeadlyPromptError, GeneratorsDiedError, DeadlineError, ActorError)
 
 

@@ -112,6 +112,7 @@ class Controller(Configurable):
     async def run(self) -> None:
         """Train from the first step not yet done to the last; on Ctrl-C, save and raise."""
         config, first = self.config, self.steps_done
+        self.folder.forget_steps_from(first)
         log = open_metrics_log(self.folder, config, first_step=first)
         try:
             with StepProgress("training", total=config.steps, done=first) as progress:
@@ -127,14 +128,14 @@ class Controller(Configurable):
                         await self.save()
             if not self.dump:
                 log.write(config.steps, await unless(self.interrupted, self.evaluate()))
+            await self.save()
+            await self.export(self.folder.model)
         except Interrupted:
             await self.save()
             raise
         finally:
             log.close()
             self.rollout_log.close()
-        await self.save()
-        await self.export(self.folder.model)
         print_summary(self.folder)
 
     async def step(self, step: int) -> dict[str, float]:
@@ -147,8 +148,11 @@ class Controller(Configurable):
         started = time.perf_counter()
 
         groups = await unless(stop, self.rollouts(step, clock))
-        self.health.check_rollouts(groups)
         batch = make_batch(groups, config.advantage, holdout_share=config.rollout.holdout_share)
+        dropped = self.take_dropped()
+        # Before anything that may fail: then they are what one wants to look at.
+        await self.save_rollouts(step, groups + dropped)
+        self.health.check_rollouts(groups)
         budget, overlong = config.trainer.tokens_per_microbatch, config.trainer.overlong
         chosen = config.batch_filter(batch.episodes)
         episodes, training = limit_length(chosen, budget, overlong)
@@ -169,11 +173,6 @@ class Controller(Configurable):
             self.stream.advance(self.steps_done)
 
         seconds = time.perf_counter() - started
-        dropped = self.take_dropped()
-        if self.dump:
-            await self.rollout_log.copy(self.dump.file(step))
-        else:
-            await self.rollout_log.write(step, groups + dropped)
         tokens = sum(len(c.rollout.token_ids) for group in groups for c in group.conversations)
         return {
             **flatten(rollout_metrics(all_scored(groups), self.interactive)),
@@ -231,6 +230,12 @@ class Controller(Configurable):
 
     def teaches(self, group: Group) -> bool:
         return any(group_advantages(self.config.advantage, group.scored, group.id))
+
+    async def save_rollouts(self, step: int, groups: list[Group]) -> None:
+        if self.dump:
+            await self.rollout_log.copy(self.dump.file(step))
+        else:
+            await self.rollout_log.write(step, groups)
 
     def take_dropped(self) -> list[Group]:
         """Groups that ended since the last step, and are not trained."""

@@ -1,5 +1,6 @@
 """Actors without a model: they do what is declared, in the places of the real ones."""
 
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -58,14 +59,14 @@ async def test_declared_failures_cost_groups_and_never_the_run(tmp_path, tiny_mo
 async def test_a_generator_repeats_itself_and_dies_when_it_is_told_to(tiny_model):
     config = SimulatedGenerator.Config(sampling=SamplingConfig(n=2, max_tokens=8))
     prompts, names = [[1, 2], [3]], ["a", "b"]
-    made = []
-    for _ in range(2):
-        spawned = await spawn_generator(config, model=tiny_model, seed=0)
-        made.append(await spawned.actor.generate.call_one(prompts, group_ids=names))
-        await spawned.stop()
+    spawned, doomed = await asyncio.gather(
+        spawn_generator(config, model=tiny_model, seed=0),
+        spawn_generator(replace(config, death_rate=1.0), model=tiny_model, seed=0),
+    )
+    made = [await spawned.actor.generate.call_one(prompts, group_ids=names) for _ in range(2)]
+    await spawned.stop()
     assert made[0] == made[1]
     assert [c.prompt_idx for c in made[0]] == [0, 0, 1, 1]
-    doomed = await spawn_generator(replace(config, death_rate=1.0), model=tiny_model, seed=0)
     call = doomed.actor.generate.call_one(prompts)
     with pytest.raises(WorkerDiedError):
         await answer("the generator", call, deadline_seconds=60)

@@ -15,7 +15,13 @@ from torchtitan_rl.models.hf import (
     copy_companion_files,
 )
 from torchtitan_rl.models.render import ChatRenderer
-from torchtitan_rl.models.tiny import CHAT_TOKENS, TINY_QWEN3, byte_tokenizer, write_tiny_model
+from torchtitan_rl.models.tiny import (
+    CALL_PIECES,
+    CHAT_TOKENS,
+    TINY_QWEN3,
+    byte_tokenizer,
+    write_tiny_model,
+)
 
 QUESTION = [{"role": "user", "content": "47 85"}]
 
@@ -77,8 +83,12 @@ def test_any_text_survives_the_tokenizer(tokenizer, parts):
 
 
 @settings(deadline=None)
-@given(text=any_text.filter(lambda text: not any(token in text for token in CHAT_TOKENS)))
-def test_text_without_chat_tokens_is_one_token_a_byte(tokenizer, text):
+@given(
+    text=any_text.filter(
+        lambda text: not any(token in text for token in (*CHAT_TOKENS, *CALL_PIECES))
+    )
+)
+def test_text_without_tokens_of_its_own_is_one_token_a_byte(tokenizer, text):
     assert len(tokenizer.encode(text, add_special_tokens=False)) == len(text.encode())
 
 

@@ -141,3 +141,15 @@ def test_the_latest_checkpoint_is_the_newest_whole_one(path, whole, half, latest
     for step in whole:
         (folder.checkpoints / f"step-{step}" / ".metadata").touch()
     assert folder.latest_checkpoint() == latest
+
+
+def test_steps_that_are_done_again_leave_no_files_of_the_first_time(tmp_path):
+    folder = RunFolder(tmp_path / "run", resume=False)
+    names = ["step-000004.jsonl", "step-000005.jsonl", "step-000005-evaluation.jsonl"]
+    for part in (folder.rollouts, folder.tokens):
+        part.mkdir(parents=True)
+        for name in [*names, "step-000012-rank-1.jsonl", "notes.jsonl"]:
+            (part / name).write_text("{}\n")
+    folder.forget_steps_from(5)
+    for part in (folder.rollouts, folder.tokens):
+        assert {file.name for file in part.iterdir()} == {names[0], "notes.jsonl"}

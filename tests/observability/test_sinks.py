@@ -138,6 +138,7 @@ def test_wandb_gets_the_same_numbers(tmp_path, monkeypatch):
         log.write(step, values)
     log.close()
     about, *sent = json.loads((folder / "sent.json").read_text())
-    assert (about["project"], about["id"], about["config"]) == ("project", "my-run", {"steps": 2})
+    assert (about["project"], about["name"], about["config"]) == ("project", "my-run", {"steps": 2})
+    assert about["id"] == (folder / "wandb_id").read_text()  # by which a resumed run finds itself
     assert about["resume"] == "allow"
     assert sent == [[step, values] for step, values in ROWS]

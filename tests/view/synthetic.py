@@ -141,8 +141,8 @@ class SyntheticRun:
             self._event({**span, "tid": 0})
             self.clock += seconds
         row["time/step"] = sum(row[f"time/{name}"] for name in phases)
-        row["train/entropy"] = 2 * math.exp(-step / 20)
-        row["mismatch_kl/mean"] = math.nan if step == 1 else 1e-4 * self.random.random()
+        row["entropy/all/mean"] = 2 * math.exp(-step / 20)
+        row["mismatch_kl/all/mean"] = math.nan if step == 1 else 1e-4 * self.random.random()
         with (self.folder / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
 

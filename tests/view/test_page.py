@@ -92,7 +92,7 @@ def test_curves_are_drawn_and_a_metric_can_be_added(opened):
     page = opened.go("overview")
     only(opened)
     page.wait_for(".chart", 5)
-    titles = ("Reward", "Accuracy", "Seconds of a step", "train/entropy", "mismatch_kl/mean")
+    titles = ("Reward", "Accuracy", "Seconds of a step", "entropy/all/mean", "mismatch_kl/all/mean")
     assert set(page.each(".chart", "e.dataset.title")) == set(titles)
     labels = page.each("[data-title=Accuracy] .u-label")
     assert labels == ["step", "all", "calculator", "sum_digits", "held out"]

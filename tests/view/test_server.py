@@ -66,7 +66,7 @@ def client(run):
 def test_only_what_is_new_is_sent(client, run):
     first = client.ask("status")
     assert [row["step"] for row in first["metrics"]] == list(range(6))
-    assert first["metrics"][1]["mismatch_kl/mean"] is None  # NaN on disk
+    assert first["metrics"][1]["mismatch_kl/all/mean"] is None  # NaN on disk
     assert (first["rollouts"], first["files_pending"]) == (6 * 16 + 2 * 4, 0)
     assert client.ask("status", cursor=first["cursor"])["metrics"] == []
     run.write_step(6)

@@ -236,15 +236,15 @@ class Trainer(Actor, Configurable):
     @endpoint
     async def save(self, step: int) -> None:
         """Write a checkpoint of everything a resumed run needs, as of `step` finished steps."""
-        self._flush()
         self.state.step = step
         self.checkpoints.save(step)
+        self._flush()
 
     @endpoint
     async def export_hf(self, folder: str) -> None:
         """Write the weights, config and tokenizer as an HF folder."""
-        self._flush()
         self.checkpoints.export_hf(Path(folder), source=Path(self._model_folder))
+        self._flush()
 
     def _flush(self) -> None:
         """What a run leaves behind is on disk before its processes end."""

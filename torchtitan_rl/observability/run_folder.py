@@ -100,6 +100,15 @@ class RunFolder:
         found = find_checkpoints(self.checkpoints)
         return found[-1] if found else None
 
+    def forget_steps_from(self, step: int) -> None:
+        """Remove rollouts and tokens of steps that are going to be done again: not all of them may
+        be, and what is left would be of a run that never was."""
+        for folder in (self.rollouts, self.tokens):
+            for file in folder.glob("step-*.jsonl"):
+                number = file.name.removeprefix("step-")[:6]
+                if number.isdigit() and int(number) >= step:
+                    file.unlink()
+
     def log_failures(self, step: int, failures: "Sequence[Failure]") -> None:
         """A line for each, in logs/failures.jsonl."""
         if failures:

@@ -2,10 +2,13 @@
 
 import importlib
 import json
+import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.utils.tensorboard import SummaryWriter
+
+from torchtitan_rl.observability.jsonl import encode
 
 if TYPE_CHECKING:
     from torchtitan_rl.config import RunConfig
@@ -58,7 +61,7 @@ class JsonLines:
         self._file = file.open("a", buffering=1)
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
+        self._file.write(encode({"step": step, **values}).decode() + "\n")
 
     def close(self) -> None:
         self._file.close()
@@ -77,14 +80,21 @@ class TensorBoard:
 
 
 class WandB:
-    """Weights & Biases, which is no dependency: imported only when a project is named. The run is
-    called after its folder there, so that a resumed one goes on."""
+    """Weights & Biases, which is no dependency: imported only when a project is named. A resumed
+    run goes on there with the first step that is new to it."""
 
     def __init__(self, project: str, folder: Path, config: dict[str, Any]) -> None:
         wandb: Any = importlib.import_module("wandb")
-        name = folder.name
+        kept = folder / "wandb_id"  # the name alone may have been another run's
+        if not kept.exists():
+            kept.write_text(uuid.uuid4().hex[:16])
         self._run = wandb.init(
-            project=project, name=name, id=name, dir=str(folder), config=config, resume="allow"
+            project=project,
+            name=folder.name,
+            id=kept.read_text(),
+            dir=str(folder),
+            config=config,
+            resume="allow",
         )
 
     def write(self, step: int, values: dict[str, float]) -> None:

@@ -123,12 +123,13 @@ class Index:
     def _work(self) -> None:
         while not self._closed.is_set():
             self._wake.clear()
-            try:
-                for run in list(self.progress):
+            errors = []
+            for run in list(self.progress):
+                try:
                     self.update(run)
-                self.error = ""
-            except (OSError, sqlite3.Error) as error:  # a disk that is full, a folder that is gone
-                self.error = f"{type(error).__name__}: {error}"
+                except Exception as error:  # a disk that is full, a folder that is gone
+                    errors.append(f"{run}: {type(error).__name__}: {error}")
+            self.error = "; ".join(errors)
             self._wake.wait(self._poll_seconds)
 
     def update(self, run: str) -> None:

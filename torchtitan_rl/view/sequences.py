@@ -21,7 +21,11 @@ EXPORTED = {
 
 
 def token_columns(
-    sequence: dict[str, Any], advantage: float | None, export: dict[str, Any] | None
+    sequence: dict[str, Any],
+    advantage: float | None,
+    export: dict[str, Any] | None,
+    *,
+    trained: bool = True,
 ) -> dict[str, Any]:
     """Columns over prompt and completion; a column that is not known is left out.
 
@@ -41,17 +45,19 @@ def token_columns(
     rl = _padded(sequence.get("mask"), 0, len(ids)) or _of_completion(1, prompt, completion)
     columns: dict[str, Any] = {"ids": ids, "prompt": len(prompt)}
     columns["sampled"] = _sampled(len(prompt), len(ids), versions, logprobs)
-    columns["rl"] = [int(bool(value)) for value in rl]
+    alphas = _padded(sequence.get("alphas"), 0, len(ids))
+    echo = [alpha is not None for alpha in alphas or [None] * len(ids)]
+    # As the trainer does: what echoes, whatever its weight, is out of RL.
+    columns["rl"] = [int(trained and bool(v) and not e) for v, e in zip(rl, echo, strict=True)]
     if advantage is not None:
         columns["advantage"] = [advantage if trains else None for trains in columns["rl"]]
     if logprobs is not None:
         columns["generator_logprob"] = logprobs
     if versions is not None:
         columns["version"] = [None if v is None or v < 0 else int(v) for v in versions]
-    alphas = _padded(sequence.get("alphas"), 0, len(ids))
     if alphas is not None:
         columns["alpha"] = alphas
-        columns["echo"] = [int(bool(alpha)) for alpha in alphas]
+        columns["echo"] = [int(trained and echoes) for echoes in echo]
     fits = export is not None and _ids(export.get("ids")) == ids
     if export is not None and fits:
         for name, exported in EXPORTED.items():

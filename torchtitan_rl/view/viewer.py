@@ -163,7 +163,9 @@ class Viewer:
             if not isinstance(sequence, dict):
                 continue
             export = self._export(connection, run, row, f"{row['group']}/{row['sample']}/{i}")
-            columns = token_columns(sequence, row["advantage"], export)
+            columns = token_columns(
+                sequence, row["advantage"], export, trained=row["split"] == "train"
+            )
             columns["segments"] = segments(columns, messages if isinstance(messages, list) else [])
             columns["text"] = self._decoder(run).pieces(columns["ids"])
             found.append(columns)

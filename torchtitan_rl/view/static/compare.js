@@ -60,7 +60,7 @@ export function compare(root, parameters) {
       const second = await sideOf(parameters[other], parameters[`${other}_key`], first);
       if (!closed) show(known === "a" ? first : second, known === "a" ? second : first);
     } catch (error) {
-      root.replaceChildren(h("p", { class: "warning" }, visible(error.message)));
+      if (!closed) root.replaceChildren(h("p", { class: "warning" }, visible(error.message)));
     }
   }
 

@@ -3,7 +3,7 @@ import { Chart, colour, dash, smoothed } from "./charts.js";
 import { h, select, visible } from "./dom.js";
 import { store } from "./store.js";
 
-const FIRST_EXTRAS = ["train/entropy", "mismatch_kl/mean", "completion_tokens/all/mean", "policy_age/mean"];
+const FIRST_EXTRAS = ["entropy/all/mean", "mismatch_kl/all/mean", "completion_tokens/all/mean", "policy_age/all/mean"];
 
 const EVERY = "every one";
 

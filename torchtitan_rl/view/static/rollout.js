@@ -229,7 +229,7 @@ export function rolloutView(root, { run, key }) {
       rollout = await get("rollout", { run, key });
       if (!closed) show();
     } catch (error) {
-      root.replaceChildren(h("p", { class: "warning" }, visible(error.message)));
+      if (!closed) root.replaceChildren(h("p", { class: "warning" }, visible(error.message)));
     }
   }
   load();
