@@ -5,7 +5,6 @@ with two (the other one takes over).
 """
 
 import asyncio
-import json
 import random
 import tempfile
 import time
@@ -20,6 +19,7 @@ from torchtitan_rl.actors.spawn import end_all_processes
 from torchtitan_rl.config import CheckpointConfig, EvaluationConfig
 from torchtitan_rl.controller import Controller
 from torchtitan_rl.models.tiny import write_tiny_model
+from torchtitan_rl.observability.jsonl import read_lines
 
 KILLS = 5
 MOST_STEPS = 500
@@ -74,7 +74,7 @@ async def survive(folder: Path, *, replicas: int, ahead: int) -> None:
     samples = Counter(
         (line["group"], line["sample"])
         for file in (folder / config.run_name / "rollouts").glob("step-*.jsonl")
-        for line in map(json.loads, file.read_text().splitlines())
+        for _, line in read_lines(file)
         if line["split"] == "train"
     )
     expected = len(rows) * config.prompts_per_step * config.generator.sampling.n

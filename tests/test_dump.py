@@ -11,6 +11,7 @@ from torchtitan_rl.algorithms.echo import EchoConfig, ToolEcho
 from torchtitan_rl.algorithms.objective import LossConfig
 from torchtitan_rl.dump import open_dump
 from torchtitan_rl.episodes import make_batch
+from torchtitan_rl.observability.jsonl import read_lines
 from torchtitan_rl.observability.metrics import flatten
 from torchtitan_rl.observability.rollout_log import RolloutLog
 from torchtitan_rl.observability.rollouts import rollout_metrics
@@ -88,7 +89,7 @@ def change(line, **changes):
 
     def edit(folder):
         file = folder / "rollouts" / "step-000000.jsonl"
-        lines = file.read_text().splitlines()
+        lines = file.read_text().split("\n")[:-1]
         record = json.loads(lines[1])
         lines[1] = json.dumps(record | changes) if line is None else line
         file.write_text("\n".join(lines) + "\n")
@@ -99,7 +100,7 @@ def change(line, **changes):
 def sequences(**changes):
     def edit(folder):
         file = folder / "rollouts" / "step-000000.jsonl"
-        records = [json.loads(line) for line in file.read_text().splitlines()]
+        records = [record for _, record in read_lines(file)]
         for record in records:
             for sequence in record["sequences"]:
                 sequence |= changes

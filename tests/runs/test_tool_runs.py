@@ -1,7 +1,6 @@
 """Runs with tools and Echo, with a model that was taught to call them: real parts throughout."""
 
 import contextlib
-import json
 from dataclasses import replace
 
 import pytest
@@ -94,8 +93,8 @@ def straight(played):
 
 
 def records(folder, run, step):
-    text = (folder / run / "rollouts" / f"step-{step:06d}.jsonl").read_text()
-    return [json.loads(line) for line in text.splitlines()]
+    file = folder / run / "rollouts" / f"step-{step:06d}.jsonl"
+    return [record for _, record in read_lines(file)]
 
 
 async def test_tools_are_called_and_echo_learns_what_they_say(straight):
