@@ -17,7 +17,7 @@ from torchtitan_rl.algorithms.echo import EchoConfig, ToolEcho
 from torchtitan_rl.conversation import NOBODY, Sample
 from torchtitan_rl.episodes import make_batch
 from torchtitan_rl.observability import rollout_log
-from torchtitan_rl.observability.jsonl import encode, read_lines
+from torchtitan_rl.observability.jsonl import encode
 from torchtitan_rl.observability.rollout_log import MOST_PENDING, RolloutLog
 from torchtitan_rl.observability.rollout_record import read_sequence, sequence_record
 from torchtitan_rl.rollout import take_rewards
@@ -31,7 +31,7 @@ async def saved(folder, groups, step=7, **options):
     await log.write(step, groups, **options)
     log.close()
     [file] = folder.glob("*.jsonl")
-    return [record for _, record in read_lines(file)]
+    return [json.loads(line) for line in file.read_bytes().split(b"\n")[:-1]]
 
 
 async def test_a_record_says_everything_of_a_rollout(tmp_path):
