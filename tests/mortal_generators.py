@@ -59,7 +59,7 @@ class World:
         return self.made[-1]
 
     def handle(self, version):
-        return WeightHandle(version, "shm", None, ())
+        return WeightHandle(version, "shm")
 
     async def pull(self, generators, version):
         await generators.pull(self.handle(version))

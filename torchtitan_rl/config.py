@@ -109,6 +109,9 @@ class RunConfig(Configurable.Config):
     """How many training steps the weights that sample may be behind. 0: a step trains on what its
     own weights have sampled, and a run can be repeated to the bit; more: generation goes on while
     the trainer works."""
+    check_weights: bool = False
+    """After every sync compare each generator's logprobs on a prompt with the trainer's: slow, to
+    find out who is wrong."""
     most_untrainable_steps: int = 20
     """Stop after so many steps in a row in which no group had differing rewards."""
 

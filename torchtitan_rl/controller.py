@@ -51,6 +51,7 @@ from torchtitan_rl.prompts import PromptGroups
 from torchtitan_rl.rollout import Group, all_scored, roll_out, take_rewards, waited
 from torchtitan_rl.routing import Experts
 from torchtitan_rl.stream import RolloutStream
+from torchtitan_rl.sync import WeightSync
 from torchtitan_rl.tasks.task import Task
 from torchtitan_rl.types import Episode
 from torchtitan_rl.waiting import Clock, Interrupted, answer, unless
@@ -100,6 +101,8 @@ class Controller(Configurable):
         self.crew = Crew(
             config, self.folder, interactive=bool(self.interactive), timeline=self.timeline
         )
+        probe = self.heldout[0].shown.token_ids
+        self.sync = WeightSync(config, self.crew, self.answer, self.measure, probe)
         self.steps_done = 0
         self.policy_version = 0
         self.rollout_log = RolloutLog(self.folder.rollouts if config.save_rollouts else None)
@@ -162,15 +165,14 @@ class Controller(Configurable):
         self.health.check_episodes(groups, episodes)
         with clock("train"):
             if heldout := limit_length(batch.heldout, budget, overlong)[0]:
-                training |= await unless(stop, self.measure(heldout))
+                measured = await unless(stop, self.measure(heldout))
+                training |= {f"heldout/{name}": value for name, value in measured.items()}
             if episodes:
                 training |= await self.train(episodes)
-        with clock("sync"):
-            if episodes and not self.dump:
-                await self.sync_weights()
         self.steps_done = step + 1
-        if self.stream:
-            self.stream.advance(self.steps_done)
+        with clock("sync"):
+            if not self.dump:
+                await self.sync.begin(trained=bool(episodes), stream=self.stream)
 
         seconds = time.perf_counter() - started
         tokens = sum(len(c.rollout.token_ids) for group in groups for c in group.conversations)
@@ -178,6 +180,7 @@ class Controller(Configurable):
             **flatten(rollout_metrics(all_scored(groups), self.interactive)),
             **self.count_failures(step, groups + dropped),
             **training,
+            **self.sync.metrics,
             **evaluation,
             "episodes": len(episodes),
             "policy_version": self.policy_version,
@@ -290,8 +293,7 @@ class Controller(Configurable):
         """What a step on these episodes would measure, without taking it."""
         grid = self.weighed_grid(await self.complete(episodes))
         call = self.crew.trainer.actor.measure.call(grid)
-        metrics = merge_metrics(per_rank(await self.answer("trainer", "measure", call)))
-        return {f"heldout/{name}": value for name, value in flatten(metrics).items()}
+        return flatten(merge_metrics(per_rank(await self.answer("trainer", "measure", call))))
 
     async def complete(self, episodes: list[Episode]) -> list[Episode]:
         """The episodes, checked, with everything the losses need."""
@@ -332,15 +334,9 @@ class Controller(Configurable):
         rows = grid.read_back(ranks[:: parallelism.tensor_parallel_degree])
         return [replace(e, ref_logprobs=r.tolist()) for e, r in zip(episodes, rows, strict=True)]
 
-    async def sync_weights(self) -> None:
-        """Send the trainer's weights to the generator: publish a snapshot, pull its handle."""
-        publish = self.crew.trainer.actor.publish_weights.call()
-        handle = per_rank(await self.answer("trainer", "publish weights", publish))[0]
-        await self.crew.generators.pull(handle)
-        self.policy_version = handle.version
-
     async def evaluate(self) -> dict[str, float]:
-        """Greedy accuracy and reward on the held-out prompts."""
+        """Greedy accuracy and reward of the newest weights on the held-out prompts."""
+        await self.sync.done()
         await self.roll_out(self.heldout)
         await self.grade(self.heldout)
         await self.rollout_log.write(self.steps_done, self.heldout, split="evaluation")
@@ -382,7 +378,7 @@ class Controller(Configurable):
             self.steps_done = per_rank(await self.answer("trainer", "say its step", done))[0]
             if self.config.resume:
                 console.print(f"resuming after {self.steps_done} steps", markup=False)
-            await self.sync_weights()
+            self.policy_version = await self.sync.first()
             self.stream = self.make_stream()
             collect_garbage_rarely()
         except BaseException:
@@ -396,5 +392,6 @@ class Controller(Configurable):
             with contextlib.suppress(TimeoutError):  # what does not end now, ends with the actors
                 await self.stream.close()
             self.count_failures(self.steps_done, self.take_dropped())  # why, if that was the end
+        await self.sync.close()
         await self.crew.stop()
         self.timeline.close()

@@ -1,6 +1,7 @@
 """The actors of a run: who is there, on which GPUs, with which logs."""
 
 import asyncio
+import shutil
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -66,10 +67,17 @@ class Crew:
             starting.append(self._start_reference())
         await together(*starting)
 
+    @property
+    def hosts(self) -> set[str]:
+        """The machines between which weights travel."""
+        return {self.trainer.host, *self.generators.hosts}
+
     async def stop(self) -> None:
         """Stop every process of the run."""
         others = [spawned.stop() for spawned in self._spawned]
         await asyncio.gather(self.generators.stop(), *others, return_exceptions=True)
+        # What the `file` transport leaves if its process is killed before it has cleaned up.
+        shutil.rmtree(self._folder.weights, ignore_errors=True)
 
     async def _start_trainer(self) -> None:
         config = self._config
@@ -81,6 +89,7 @@ class Crew:
             steps=config.steps,
             checkpoint_folder=str(self._folder.checkpoints),
             tokens_folder=str(self._folder.tokens),
+            weights_folder=str(self._folder.weights),
             keep=config.checkpoint.keep,
             seed=config.seed,
             resume=config.resume,

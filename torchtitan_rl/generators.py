@@ -236,6 +236,21 @@ class Generators(Replicas):
         self._homes.clear()  # cached prefixes go with the weights they were computed with
         await together(*(self._pull(replica, handle) for replica in self._alive))
 
+    async def sample_on_each(self, prompt: list[int], sampling: SamplingConfig) -> list[Completion]:
+        """What each generator makes of a prompt; of one that dies over it, nothing."""
+
+        async def sample(replica: Replica) -> list[Completion]:
+            with contextlib.suppress(GeneratorDiedError):
+                return await self._call(
+                    replica,
+                    "answer a probe",
+                    lambda actor: actor.generate.call_one([prompt], sampling_config=sampling),
+                )
+            return []
+
+        made = await together(*(sample(replica) for replica in self._alive))
+        return [completion for completions in made for completion in completions]
+
     async def _pull(self, replica: Replica, handle: WeightHandle) -> None:
         with contextlib.suppress(GeneratorDiedError):  # its successor pulls them before it joins
             await self._call(

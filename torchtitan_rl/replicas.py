@@ -131,6 +131,11 @@ class Replicas:
         await asyncio.gather(*(self._end(replica) for replica in self.replicas))
 
     @property
+    def hosts(self) -> set[str]:
+        """The machines they are on."""
+        return {replica.spawned.host for replica in self.replicas if replica.spawned}
+
+    @property
     def _alive(self) -> list[Replica]:
         return [replica for replica in self.replicas if replica.spawned is not None]
 

@@ -102,6 +102,10 @@ class RolloutStream(Generic[Work]):
         self.version = version
         self._open()
 
+    def fail(self, error: BaseException) -> None:
+        """The weights of a step will not come: nothing starts any more, and `batch` raises it."""
+        self._break(error)
+
     def take_untrained(self) -> list[Untrained[Work]]:
         """Groups that ended otherwise since the last call: ask every step, or they pile up."""
         taken, self._untrained = self._untrained, []

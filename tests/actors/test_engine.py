@@ -10,7 +10,9 @@ SCRIPT = """
 import asyncio, sys
 from tests.support import small_engine
 from torchtitan_rl.actors.engine import Engine, EngineDiedError, SamplingConfig
-from torchtitan_rl.weight_sync.shm import ShmPublisher
+from torchtitan_rl.actors.vllm_worker import WorkerExtension
+from torchtitan_rl.weight_sync.handle import whole_tensors
+from torchtitan_rl.weight_sync.transport import make_publisher
 from safetensors.torch import load_file
 import torch
 
@@ -48,9 +50,9 @@ async def main():
     assert isinstance((await asyncio.gather(named, return_exceptions=True))[0], RuntimeError)
 
     # Weights swapped in flight: every token knows which ones sampled it.
-    weights = ShmPublisher()
+    weights = make_publisher("shm")
     tensors = load_file(sys.argv[1] + "/model.safetensors")
-    handle = weights.publish(tensors.items(), version=1)
+    handle = weights.publish(whole_tensors(tensors.items()), version=1)
     across = asyncio.create_task(engine.generate([[1, 2]], long, ["across"]))
     while not engine._slots or min(tokens_so_far()) < 5:
         await asyncio.sleep(0.001)
@@ -67,7 +69,7 @@ async def main():
 
     # Drained: requests in flight finish first, and new ones wait for the new weights.
     engine._config.drain = True
-    handle = weights.publish(tensors.items(), version=2)
+    handle = weights.publish(whole_tensors(tensors.items()), version=2)
     old = asyncio.create_task(engine.generate([[1, 2]], long, ["old"]))
     while not engine._slots:
         await asyncio.sleep(0.001)
@@ -78,7 +80,6 @@ async def main():
     assert [c.policy_version for c in await new] == [2]
     assert swap.done() and all(c.token_versions is None for c in await old)
     engine._config.drain = False
-    weights.close()
 
     # What fails while an answer is put together fails the call that waits for it.
     engine._decoded = lambda call: 1 / 0
@@ -89,16 +90,38 @@ async def main():
     del engine._decoded
     engine._dead = None
 
+    # Weights that are not the model's, torn, or gone are refused; the old ones go on being served.
+    greedy = SamplingConfig(n=1, max_tokens=8, temperature=0.0)
+    before = await engine.generate([[1, 2]], greedy, ["before"])
+    narrow = {**tensors, "model.norm.weight": torch.ones(127)}
+    lacking = {name: t for name, t in tensors.items() if name != "model.norm.weight"}
+    for wrong in (narrow, lacking, {**tensors, "more": torch.ones(1)}):
+        handle = make_publisher("shm").publish(whole_tensors(wrong.items()), version=7)
+        try:
+            await engine.pull_weights(handle)
+        except Exception as error:
+            print(type(error).__name__)
+            print(error, file=sys.stderr)
+    damaged = weights.publish(whole_tensors((n, t + 1) for n, t in tensors.items()), version=3)
+    weights._newer.buffer.data[damaged.slots[2].offset] ^= 1
+    gone = make_publisher("shm")
+    closed = gone.publish(whole_tensors(tensors.items()), version=4)
+    gone.close()
+    for handle in (damaged, closed):
+        try:
+            await engine.pull_weights(handle)
+        except Exception as error:
+            print(type(error).__name__)
+            print(error, file=sys.stderr)
+    [now] = await engine.generate([[1, 2]], greedy, ["now"])
+    assert now.policy_version == 2 and now.token_logprobs == before[0].token_logprobs
+
     # A swap that fails half-way ends the engine: nobody gets an answer of half-new weights.
     waiting = asyncio.create_task(engine.generate([[1, 2]], long, ["waiting"]))
     await asyncio.sleep(0.05)
-    publisher = ShmPublisher()
-    torn = publisher.publish([("model.norm.weight", torch.ones(127))], version=1)
-    gone = publisher.publish([("model.norm.weight", torch.ones(128))], version=2)
-    publisher._buffers.pop().close()
-    # One whose snapshot is gone is refused before anything is touched.
-    pulls = engine.pull_weights(gone), engine.pull_weights(torn)
-    for call in (*pulls, waiting, engine.generate([[3]], short, ["late"])):
+    WorkerExtension.load_staged = lambda self: 1 / 0
+    whole = weights.publish(whole_tensors(tensors.items()), version=5)
+    for call in (engine.pull_weights(whole), waiting, engine.generate([[3]], short, ["late"])):
         try:
             await asyncio.wait_for(call, 20)
         except Exception as error:
@@ -126,6 +149,10 @@ def test_an_engine_by_itself_shares_cancels_and_dies_in_order(tiny_model):
     )
     assert run.returncode == 0, run.stderr[-3000:]
     died = "EngineDiedError"
-    assert run.stdout.split()[-6:] == [died, "WeightSyncError", died, died, died, "closed"], (
-        run.stdout
-    )
+    wrong = "WrongWeightsError"
+    refused = [wrong, wrong, wrong, wrong, "WeightSyncError"]
+    assert run.stdout.split()[-10:] == [died, *refused, died, died, died, "closed"], run.stdout
+    # Each error names the tensor.
+    for said in ("'model.norm.weight' of shape (127,)", "lack 'model.norm.weight'", "have 'more'"):
+        assert said in run.stderr
+    assert "the bytes of model.layers.0" in run.stderr

@@ -36,7 +36,8 @@ from dataclasses import replace
 from safetensors.torch import load_file
 from tests.support import small_engine
 from torchtitan_rl.actors.engine import Engine, SamplingConfig
-from torchtitan_rl.weight_sync.shm import ShmPublisher
+from torchtitan_rl.weight_sync.handle import whole_tensors
+from torchtitan_rl.weight_sync.transport import make_publisher
 
 model, other, target = sys.argv[1:]
 # Room for 1000 tokens in the KV cache: some requests have to give way to others. And for less than
@@ -72,8 +73,9 @@ async def main():
     cancelled.cancel()
     await asyncio.gather(cancelled, return_exceptions=True)
 
-    publisher = ShmPublisher()
-    handle = publisher.publish(load_file(other + "/model.safetensors").items(), version=1)
+    publisher = make_publisher("shm")
+    tensors = load_file(other + "/model.safetensors")
+    handle = publisher.publish(whole_tensors(tensors.items()), version=1)
     long = SamplingConfig(n=4, max_tokens=90)
     swapped = asyncio.create_task(engine.generate([[5, 6, 7]], long, ["long"]))
     tokens = lambda recorder: max((r.tokens for r in recorder._records.values()), default=0)

@@ -33,6 +33,7 @@ from torchtitan_rl.models.mesh import Parallelism
 from torchtitan_rl.models.tiny import write_tiny_model
 from torchtitan_rl.observability.jsonl import read_lines
 from torchtitan_rl.observability.metrics import flatten, merge_metrics
+from torchtitan_rl.weight_sync.handle import merge_handles
 
 
 def random_episodes(count: int, *, longest: int, seed: int = 0):
@@ -256,7 +257,8 @@ async def test_a_resumed_trainer_goes_on_as_if_it_had_not_stopped(tiny_model, tm
     grid = make_grid(random_episodes(6, longest=10), dp_degree=1, tokens_per_microbatch=4096)
 
     async def steps(actor, count):
-        return [flatten((per_rank(await actor.train_step.call(grid)))[0]) for _ in range(count)]
+        rows = [flatten((per_rank(await actor.train_step.call(grid)))[0]) for _ in range(count)]
+        return [row | {"sync/blocked_seconds": 0.0} for row in rows]
 
     straight, stopped = await asyncio.gather(
         start_trainer(tiny_model, tmp_path / "straight", ranks=1),
@@ -377,7 +379,7 @@ async def test_swapped_weights_serve_the_trainers_policy(two_ranks, tmp_path):
     grid = make_grid(random_episodes(8, longest=20), dp_degree=2, tokens_per_microbatch=4096)
     seen = []
     for _ in range(3):
-        handle = per_rank(await two_ranks.publish_weights.call())[0]
+        handle = merge_handles(per_rank(await two_ranks.publish_weights.call()))
         assert await generator.actor.pull_weights.call_one(handle) == handle.version
         completions = await generator.actor.generate.call_one(prompts, group_ids=list("abcd"))
         assert {c.policy_version for c in completions} == {handle.version}

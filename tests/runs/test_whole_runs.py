@@ -77,7 +77,7 @@ class Run:
 
 def numbers(rows: list[dict[str, float]]) -> list[dict[str, float]]:
     """What must not depend on how fast the machine was."""
-    timed = ("time/", "tokens_per_second", "generators/died")
+    timed = ("time/", "tokens_per_second", "generators/died", "sync/blocked_seconds")
     return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in rows]
 
 

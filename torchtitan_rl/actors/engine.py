@@ -17,10 +17,12 @@ from typing import Any
 
 from torchtitan_rl.actors.routing import RoutingSource, make_routing_source
 from torchtitan_rl.actors.vllm_build import build_llm_engine
+from torchtitan_rl.models.hf import tensor_shapes
 from torchtitan_rl.platform import Dtype
 from torchtitan_rl.sampling import SamplingConfig
 from torchtitan_rl.types import Completion
-from torchtitan_rl.weight_sync.handle import WeightHandle, check_fresh
+from torchtitan_rl.weight_sync.handle import WeightHandle
+from torchtitan_rl.weight_sync.reading import check_model
 
 Prompt = str | list[int]
 
@@ -224,6 +226,8 @@ class Engine:
         try:
             self._engine = build_llm_engine(self._model, self._config, self._tensor_parallel)
             self._tokenizer = self._engine.get_tokenizer()
+            self._tensors = tensor_shapes(self._model)
+            self._tied = self._engine.model_config.hf_config.tie_word_embeddings
             if self._config.return_routed_experts:
                 self._routing = make_routing_source(self._engine, self._model)
         except BaseException as error:
@@ -367,9 +371,15 @@ class Engine:
                     call.future.set_exception(RuntimeError("nobody waits for this any more"))
 
     def _swap(self, handle: WeightHandle) -> None:
-        check_fresh(handle)  # nothing is touched yet: the old weights stay
+        # Nothing is touched yet: if this fails, the old weights stay.
+        check_model(handle, self._tensors, tied=self._tied)
         try:
-            self._engine.collective_rpc("pull_weights", args=(handle,))
+            self._engine.collective_rpc("stage_weights", args=(handle,))
+        except BaseException:
+            self._engine.collective_rpc("drop_staged")  # of ranks that did not fail
+            raise
+        try:
+            self._engine.collective_rpc("load_staged")
             # Cached prefixes and the KV of running requests were computed with the old weights.
             self._engine.reset_prefix_cache(reset_running_requests=True)
         except BaseException as error:

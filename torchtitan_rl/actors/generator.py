@@ -45,10 +45,14 @@ class VLLMGenerator(Actor, Configurable):
         self.config = config
         self._model, self._seed = model, seed
         self._calls = itertools.count()
+        self._pulling = asyncio.Lock()
 
     @concurrent_endpoint
     async def setup(self) -> None:
         """Load the model. Apart from `__init__`, so that a failure comes back as an error."""
+        from torchtitan_rl.weight_sync.rdma import Inbox  # which is no use before there are weights
+
+        self.inbox = Inbox()
         self.engine = await asyncio.to_thread(
             Engine,
             self._model,
@@ -88,6 +92,8 @@ class VLLMGenerator(Actor, Configurable):
 
     @concurrent_endpoint
     async def pull_weights(self, handle: WeightHandle) -> int:
-        """Serve the published weights from the next engine step on; returns their version."""
-        await self.engine.pull_weights(handle)
+        """Serve the published weights from the next engine step on; returns their version. If they
+        cannot be read, the old ones go on being served."""
+        async with self._pulling:
+            await self.engine.pull_weights(await self.inbox.fetch(handle))
         return self.engine.policy_version

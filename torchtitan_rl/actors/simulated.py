@@ -10,6 +10,7 @@ import itertools
 import os
 import random
 from dataclasses import dataclass
+from typing import Any
 
 from monarch.actor import Actor, concurrent_endpoint
 from torchtitan.config import Configurable
@@ -121,6 +122,7 @@ class SimulatedTrainer(Actor, Configurable):
         steps: int,
         checkpoint_folder: str,
         tokens_folder: str,
+        weights_folder: str,
         keep: int,
         seed: int,
     ) -> None:
@@ -146,9 +148,10 @@ class SimulatedTrainer(Actor, Configurable):
         return _ages(grid, self._version)
 
     @concurrent_endpoint
-    async def publish_weights(self) -> WeightHandle:
+    async def publish_weights(self, **_how: Any) -> WeightHandle:
+        version = self._version  # the next step may begin before the snapshot is there
         await asyncio.sleep(self.config.seconds_per_publish)
-        return WeightHandle(version=self._version, transport="shm", location=None, slots=())
+        return WeightHandle(version, "shm")
 
     @concurrent_endpoint
     async def save(self, step: int) -> None:

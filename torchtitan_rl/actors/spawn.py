@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import monarch.actor
@@ -47,6 +48,8 @@ class Spawned:
     """Monarch's handle: `await spawned.actor.<endpoint>.call_one(...)`."""
     procs: Any
     processes: list[psutil.Process]
+    host: str = ""
+    """Which machine they are on."""
 
     @property
     def alive(self) -> bool:
@@ -124,6 +127,7 @@ async def spawn_trainer(
     steps: int,
     checkpoint_folder: str,
     tokens_folder: str = "tokens",
+    weights_folder: str = "weights",
     keep: int = 2,
     seed: int = 0,
     resume: bool = False,
@@ -140,6 +144,7 @@ async def spawn_trainer(
         steps=steps,
         checkpoint_folder=str(checkpoint_folder),
         tokens_folder=str(tokens_folder),
+        weights_folder=str(weights_folder),
         keep=keep,
         seed=seed,
         env=worker_env(threads, role="trainer", gpus=gpus),
@@ -194,9 +199,9 @@ async def spawn(
         if distributed:
             await setup_torch_elastic_env_async(procs, "127.0.0.1", _free_port())
         # Told apart from other children by asking: meshes may start side by side.
-        pids = per_rank(await procs.spawn("pids", ProcessIds).get.call())
+        places = per_rank(await procs.spawn("places", Place).get.call())
         actor = procs.spawn(name, actor_class, *args, **kwargs)
-        return Spawned(actor, procs, [psutil.Process(pid) for pid in pids])
+        return Spawned(actor, procs, [psutil.Process(pid) for pid, _ in places], places[0][1])
     except BaseException:
         await _give_up(procs)
         raise
@@ -233,12 +238,13 @@ async def _start_processes(name: str, processes: int, command: Any) -> Any:
     ) from cause
 
 
-class ProcessIds(Actor):
-    """Tells which process it lives in."""
+class Place(Actor):
+    """Tells which process and machine it lives on."""
 
     @endpoint
-    async def get(self) -> int:
-        return os.getpid()
+    async def get(self) -> tuple[int, str]:
+        # Of the kernel that runs, the same for all containers on it; a host name says less.
+        return os.getpid(), Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def end_all_processes() -> None:

@@ -2,15 +2,24 @@
 
 SPMD over a mesh of `data_parallel x tensor_parallel` processes. It is blind to the algorithm: it
 takes a grid of per-token streams, calls the configured loss, and returns metrics.
+
+Everything that computes runs on one thread, in the order it was asked for. Only a snapshot of the
+weights is taken beside it: the next forward and backward pass do not change them, and the optimizer
+waits until they are copied.
 """
 
+import asyncio
+import functools
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
-from monarch.actor import Actor, endpoint
+from monarch.actor import Actor, concurrent_endpoint
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.config import Configurable
 
@@ -24,7 +33,9 @@ from torchtitan_rl.models.mesh import Parallelism
 from torchtitan_rl.observability.metrics import Mean, Metrics, Same, by_task, merge_metrics
 from torchtitan_rl.observability.token_export import TokenExport
 from torchtitan_rl.platform import Dtype, device_type
-from torchtitan_rl.weight_sync.handle import Transport, WeightHandle, make_publisher
+from torchtitan_rl.weight_sync.handle import Shard, Transport, WeightHandle
+from torchtitan_rl.weight_sync.snapshot import Publisher
+from torchtitan_rl.weight_sync.transport import WeightSyncConfig, make_publisher
 
 if TYPE_CHECKING:
     from torchtitan_rl.models.rank import Predicted
@@ -57,6 +68,16 @@ def annealed_lr(warmup_steps: int = 0, last: float = 0.5) -> LRSchedulersContain
     return LRSchedulersContainer.Config(warmup_steps=warmup_steps, decay_ratio=last)
 
 
+def computes(method: Callable[..., Any]) -> Any:
+    """An endpoint whose body runs on the trainer's thread, after all that was asked before."""
+
+    @functools.wraps(method)
+    async def asked(self: "Trainer", *args: Any, **kwargs: Any) -> Any:
+        return await asyncio.wrap_future(self._thread.submit(method, self, *args, **kwargs))
+
+    return concurrent_endpoint(asked)
+
+
 class Trainer(Actor, Configurable):
     """One rank of the trainer mesh. See `Trainer.Config` for what can be set.
 
@@ -65,7 +86,7 @@ class Trainer(Actor, Configurable):
             Trainer.Config(), model="models/tiny", steps=10, checkpoint_folder="checkpoints"
         )
         metrics = merge_metrics(per_rank(await trainer.actor.train_step.call(grid)))
-        handle = per_rank(await trainer.actor.publish_weights.call())[0]
+        handle = merge_handles(per_rank(await trainer.actor.publish_weights.call()))
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -93,8 +114,7 @@ class Trainer(Actor, Configurable):
         a GPU attention and experts compute in bfloat16 all the same."""
         activation_checkpoint: Literal["none", "full"] = "none"
         """`full` recomputes each layer in the backward pass to save memory."""
-        weight_sync: Transport = "shm"
-        """How weights reach the generator."""
+        weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
         threads: int = 0
         """CPU threads per rank; 0 is all cores of the machine divided by the ranks."""
         export_tokens: bool = False
@@ -118,6 +138,7 @@ class Trainer(Actor, Configurable):
         steps: int,
         checkpoint_folder: str,
         tokens_folder: str,
+        weights_folder: str,
         keep: int,
         seed: int,
     ) -> None:
@@ -125,17 +146,24 @@ class Trainer(Actor, Configurable):
         self._model_folder = model
         self._steps = steps
         self._checkpoint_folder, self._keep = checkpoint_folder, keep
-        self._tokens_folder = Path(tokens_folder)
+        self._tokens_folder, self._weights_folder = Path(tokens_folder), Path(weights_folder)
         self._seed = seed
+        self._thread = ThreadPoolExecutor(1, "trainer")
+        self._publisher: Publisher | None = None
+        self._publishing = asyncio.Lock()
+        self._copied: Future[None] = Future()
+        """Done when the snapshot under way no longer needs the weights to stay as they are."""
+        self._copied.set_result(None)
 
-    @endpoint
-    async def setup(self, *, resume: bool) -> None:
+    @computes
+    def setup(self, *, resume: bool) -> None:
         """Build everything and load weights: the latest checkpoint if `resume` and there is one,
         else the HF folder."""
         config = self.config
         # Heavy, and only needed here: the controller imports this module for its Config.
         from torchtitan_rl.models.checkpoint import Checkpoints, TrainState
         from torchtitan_rl.models.rank import ModelRank
+        from torchtitan_rl.models.shards import LocalWeights
 
         self.rank = ModelRank(
             self._model_folder,
@@ -157,7 +185,7 @@ class Trainer(Actor, Configurable):
         self.lr_schedulers = config.lr_scheduler.build(
             optimizers=self.optimizers, training_steps=self._steps
         )
-        self.publisher = make_publisher(config.weight_sync)
+        self.weights = LocalWeights(self.model, self.rank.spec, self.rank.adapter)
         self.state = TrainState()
         self.checkpoints = Checkpoints(
             folder=self._checkpoint_folder,
@@ -173,13 +201,13 @@ class Trainer(Actor, Configurable):
         if config.export_tokens and self.rank.leads:
             self.tokens = TokenExport(self._tokens_folder, self.rank.dp_rank)
 
-    @endpoint
-    async def steps_done(self) -> int:
+    @computes
+    def steps_done(self) -> int:
         """Controller steps behind the weights: 0, or those of the checkpoint that was loaded."""
         return self.state.step
 
-    @endpoint
-    async def train_step(self, *grids: Grid, step: int = 0) -> Metrics:
+    @computes
+    def train_step(self, *grids: Grid, step: int = 0) -> Metrics:
         """One optimizer step on each grid, a part of the global batch; returns this rank's share of
         the metrics. `step` is the controller's, by which exported tokens are named."""
         if self.tokens:
@@ -197,8 +225,8 @@ class Trainer(Actor, Configurable):
         metrics["train/learning_rate"] = Same(learning_rate)
         return metrics
 
-    @endpoint
-    async def measure(self, grid: Grid) -> Metrics:
+    @computes
+    def measure(self, grid: Grid) -> Metrics:
         """This rank's share of what a step on the grid would measure, without taking it."""
         measured = []
         with torch.no_grad():
@@ -207,41 +235,68 @@ class Trainer(Actor, Configurable):
                     measured.append(self._forward(cell, grid, self.config.loss).metrics)
         return merge_metrics(measured)
 
-    @endpoint
-    async def gradients(
-        self, grid: Grid, *, loss: LossConfig | None = None
-    ) -> dict[str, torch.Tensor]:
+    @computes
+    def gradients(self, grid: Grid, *, loss: LossConfig | None = None) -> dict[str, torch.Tensor]:
         """The full gradient of the batch by parameter name, without a step. For tests and study."""
         self._accumulate(grid, loss or self.config.loss)
         gradients = self.rank.full_gradients()
         self.optimizers.zero_grad()
         return gradients
 
-    @endpoint
-    async def logprobs(self, cell: Microbatch) -> torch.Tensor:
+    @computes
+    def logprobs(self, cell: Microbatch) -> torch.Tensor:
         """[tokens] logprobs of the tokens that train under the current weights, else NaN; experts
         are the live router's, whatever `router_replay` says."""
         return self.rank.logprobs(cell)
 
-    @endpoint
-    async def publish_weights(self) -> WeightHandle | None:
-        """Snapshot the weights under their HF names; rank 0 returns the handle."""
-        named = self.checkpoints.hf_tensors()
-        if dist.get_rank() == 0:
-            return self.publisher.publish(named, self.state.policy_version)
-        for _ in named:  # gathering a sharded tensor takes every rank
-            pass
-        return None
+    @concurrent_endpoint
+    async def publish_weights(
+        self, *, transport: Transport = "shm", dtype: torch.dtype | None = None
+    ) -> WeightHandle:
+        """Snapshot what this rank has of the weights, under their HF names, in `dtype` or as they
+        are. What is asked next starts meanwhile."""
+        async with self._publishing:
+            taken = self._thread.submit(self._hold_weights)
+            shards, version = await asyncio.wrap_future(taken)
+            copied = self._copied
+            try:
+                return await asyncio.to_thread(
+                    self._open_publisher(transport).publish,
+                    shards,
+                    version,
+                    dtype=dtype,
+                    copied=lambda: copied.set_result(None),
+                )
+            finally:
+                if not copied.done():  # it never came to copying: the optimizer must not wait
+                    copied.set_result(None)
 
-    @endpoint
-    async def save(self, step: int) -> None:
+    def _hold_weights(self) -> tuple[list[Shard], int]:
+        """From now on the optimizer waits until they are copied."""
+        self._copied = Future()
+        return self.weights.shards(), self.state.policy_version
+
+    def _open_publisher(self, transport: Transport) -> Publisher:
+        if self._publisher is None:
+            config = self.config.weight_sync
+            self._publisher = make_publisher(
+                transport,
+                folder=Path(config.folder or self._weights_folder) / f"rank-{dist.get_rank()}",
+                device=device_type(),
+                checksums=config.wants_checksums(transport),
+                threads=torch.get_num_threads(),
+            )
+        return self._publisher
+
+    @computes
+    def save(self, step: int) -> None:
         """Write a checkpoint of everything a resumed run needs, as of `step` finished steps."""
         self.state.step = step
         self.checkpoints.save(step)
         self._flush()
 
-    @endpoint
-    async def export_hf(self, folder: str) -> None:
+    @computes
+    def export_hf(self, folder: str) -> None:
         """Write the weights, config and tokenizer as an HF folder."""
         self.checkpoints.export_hf(Path(folder), source=Path(self._model_folder))
         self._flush()
@@ -270,9 +325,16 @@ class Trainer(Actor, Configurable):
                 f"{self.state.policy_version}; this update changed no weight. Look at the batch's "
                 "advantages and logprobs, or lower trainer.optimizer.lr"
             )
+        started = time.perf_counter()
+        self._copied.result()
+        blocked = time.perf_counter() - started
         self.optimizers.step()
         self.optimizers.zero_grad()
-        return {**metrics, "train/grad_norm": Mean(grad_norm.item(), 1.0)}
+        return {
+            **metrics,
+            "train/grad_norm": Mean(grad_norm.item(), 1.0),
+            "sync/blocked_seconds": Mean(blocked, 1.0),
+        }
 
     def _forward_backward(self, cell: Microbatch, grid: Grid, loss: LossConfig) -> Metrics:
         """Accumulate the gradient of one microbatch."""

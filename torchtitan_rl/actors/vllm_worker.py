@@ -13,26 +13,52 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from torchtitan_rl.actors.vllm_routing import RoutingRecorder
 from torchtitan_rl.platform import device_type
-from torchtitan_rl.weight_sync.handle import WeightHandle, check_fresh, fetch
+from torchtitan_rl.weight_sync.handle import WeightHandle
+from torchtitan_rl.weight_sync.reading import OpenSnapshot, open_snapshot
 
 
 class WorkerExtension:
     """Mixed into vLLM's worker class (`worker_extension_cls`), one per tensor-parallel rank."""
 
-    def pull_weights(self, handle: WeightHandle) -> None:
-        """Load a published snapshot through vLLM's own loader, which takes each rank's slice."""
+    staged: OpenSnapshot | None = None
+    served: WeightHandle | None = None
+    """What the model's weights are; None: those of its folder."""
+
+    def stage_weights(self, handle: WeightHandle) -> None:
+        """Open and check a published snapshot. Nothing the model serves is touched."""
+        self.drop_staged()
+        snapshot = open_snapshot(handle)
+        try:
+            snapshot.verify(handle.changed_since(self.served), threads=torch.get_num_threads())
+        except BaseException:
+            snapshot.close()
+            raise
+        self.staged = snapshot
+
+    def drop_staged(self) -> None:
+        """Let go of what was staged."""
+        if self.staged is not None:
+            self.staged.close()
+        self.staged = None
+
+    def load_staged(self) -> None:
+        """Serve what was staged. vLLM's own loader takes this rank's slice of each tensor; what has
+        not changed is left as it is."""
+        assert self.staged is not None
         runner, config = self.model_runner, self.vllm_config  # type: ignore[attr-defined]
-        with set_current_vllm_config(config), torch.inference_mode():
-            _repack_experts(runner.get_model())
-            runner.reload_weights(weights_iterator=fetch(handle))
-            # The loader keeps views until a layer is complete, so only now is it known that
-            # nothing was read from a buffer that is being rewritten.
-            check_fresh(handle)
-            # On a CPU fp32 Linears are packed at load. The reload repacks them, except a tied
-            # lm_head, which would silently go on serving the old weights.
-            for module in runner.get_model().modules():
-                if isinstance(module, ParallelLMHead):
-                    module.quant_method.process_weights_after_loading(module)
+        handle = self.staged.handle
+        names = handle.changed_since(self.served)
+        if names:
+            with set_current_vllm_config(config), torch.inference_mode():
+                _repack_experts(runner.get_model(), names)
+                runner.reload_weights(weights_iterator=self.staged.tensors(names))
+                # On a CPU fp32 Linears are packed at load. The reload repacks them, except a tied
+                # lm_head, which would silently go on serving the old weights.
+                for module in runner.get_model().modules() if names & _HEADS else ():
+                    if isinstance(module, ParallelLMHead):
+                        module.quant_method.process_weights_after_loading(module)
+        self.served = handle
+        self.drop_staged()
 
     def record_routing(self) -> None:
         """From now on, remember the experts every token goes to."""
@@ -47,12 +73,19 @@ class WorkerExtension:
         self.routing_recorder.drop(request_ids)
 
 
-def _repack_experts(model: torch.nn.Module) -> None:
+_HEADS = {"lm_head.weight", "model.embed_tokens.weight"}
+"""What the output layer may be made of."""
+
+
+def _repack_experts(model: torch.nn.Module, names: set[str]) -> None:
     """On a CPU, have experts packed again when they are reloaded; else they are garbage, silently.
 
     vLLM packs them only for a kernel it has just made, and a reload keeps the kernel. A GPU needs
     no packing, and its CUDA graphs hold on to the kernel.
     """
-    for module in model.modules():
-        if isinstance(module, RoutedExperts) and device_type() == "cpu":
+    if device_type() != "cpu":
+        return
+    reloaded = {name.partition(".experts.")[0] for name in names}
+    for name, module in model.named_modules():
+        if isinstance(module, RoutedExperts) and name.partition(".experts")[0] in reloaded:
             module.quant_method.moe_kernel = None

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 
 COMPANION_FILES = (
     "config.json",
@@ -111,6 +112,19 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
                 f"{path} has {name} = {config[name]!r}; only {supported!r} is supported"
             )
     return config
+
+
+def tensor_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of all tensors in an HF folder's safetensors files, by name."""
+    files = sorted(Path(folder).glob("*.safetensors"))
+    if not files:
+        raise ModelFolderError(f"no *.safetensors file in {str(folder)!r}")
+    shapes = {}
+    for file in files:
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118, which is no dict
+                shapes[name] = tuple(opened.get_slice(name).get_shape())
+    return shapes
 
 
 def rope_theta(config: dict[str, Any]) -> float:

@@ -44,6 +44,7 @@ class RunFolder:
         self.tensorboard = self.path / "tensorboard"
         self.rollouts = self.path / "rollouts"
         self.tokens = self.path / "tokens"
+        self.weights = self.path / "weights"
         self.timeline = self.path / "timeline.json"
         self.logs = self.path / "logs"
         self.model = self.path / "model"

@@ -1,17 +1,18 @@
-"""The interface of weight sync: `publish` a snapshot, send its small handle, `fetch` the tensors.
+"""What travels when weights do: a small handle that says where a snapshot lies.
 
-A handle is what travels in actor messages; the tensors never do (a message moves bytes at a
-twentieth of memcpy speed). Names are HF names, so any engine that loads an HF folder can read them.
+The tensors never travel in actor messages (a message moves bytes at a twentieth of memcpy speed).
+Names are HF names, so any engine that loads an HF folder can read a snapshot.
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 
-Transport = Literal["shm"]
-NamedTensors = Iterable[tuple[str, torch.Tensor]]
+Transport = Literal["shm", "rdma", "file"]
+Shape = tuple[int, ...]
 
 
 class WeightSyncError(RuntimeError):
@@ -22,64 +23,154 @@ class StaleHandleError(WeightSyncError):
     """The snapshot behind a handle has been overwritten by a later one, or is half-written."""
 
 
+class WrongWeightsError(WeightSyncError):
+    """A snapshot is not of the model that is to serve it, or not what was published."""
+
+
 @dataclass(frozen=True, slots=True)
-class TensorSlot:
-    """Where one tensor lies in a snapshot."""
+class Shard:
+    """A box of a tensor that this process has in memory: what a rank owns of it.
+
+    Example: rank 1 of two has rows 2 and 3 of a matrix of 4x8:
+        Shard("w", (4, 8), start=(2, 0), rows=(local,))
+    """
 
     name: str
-    shape: tuple[int, ...]
+    whole: Shape
+    """Shape of the whole tensor."""
+    start: Shape
+    """Where in the whole tensor the box begins."""
+    rows: tuple[torch.Tensor, ...]
+    """The box, as pieces that follow each other along the first dimension: the trainer may keep
+    them apart. They are the live weights."""
+
+    @property
+    def shape(self) -> Shape:
+        return (sum(len(t) for t in self.rows), *self.rows[0].shape[1:]) if self.whole else ()
+
+
+def whole_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> list[Shard]:
+    """Of a process that has all there is."""
+    return [Shard(name, tuple(t.shape), (0,) * t.ndim, (t.detach(),)) for name, t in named]
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A box of a tensor in a snapshot."""
+
+    name: str
+    whole: Shape
+    start: Shape
+    shape: Shape
     dtype: torch.dtype
     offset: int
+    """Of its first byte in the part."""
     nbytes: int
+    changed: int = 0
+    """The version with which its bytes were last different."""
+    checksum: int | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        return self.shape == self.whole
+
+    def __str__(self) -> str:
+        box = "" if self.is_whole else f"[{', '.join(map(str, self.start))}: {self.shape}]"
+        return f"{self.name}{box}"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one trainer rank has published."""
+
+    publisher: int
+    """A random number: versions of different publishers have nothing to do with each other."""
+    location: Any
+    """What the transport needs to find the bytes."""
+    slots: tuple[Slot, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class WeightHandle:
-    """A published snapshot: small, picklable, and valid until its buffer is reused."""
+    """A published snapshot: small, picklable, and valid until its buffers are reused."""
 
     version: int
     """Policy version of the weights: the number of batches they were trained on."""
     transport: Transport
-    location: Any
-    """What the transport needs to find the bytes."""
-    slots: tuple[TensorSlot, ...]
+    parts: tuple[Part, ...] = ()
+
+    @property
+    def slots(self) -> list[Slot]:
+        return [slot for part in self.parts for slot in part.slots]
 
     @property
     def nbytes(self) -> int:
         return sum(slot.nbytes for slot in self.slots)
 
+    @property
+    def changed_bytes(self) -> int:
+        """Those that are different from the version before."""
+        return sum(slot.nbytes for slot in self.slots if slot.changed == self.version)
 
-class Publisher(Protocol):
-    """The trainer's side of a transport."""
+    def tensors(self) -> dict[str, tuple[Shape, torch.dtype]]:
+        """Shape and dtype of every tensor, by name."""
+        return {slot.name: (slot.whole, slot.dtype) for slot in self.slots}
 
-    def publish(self, named_tensors: NamedTensors, version: int) -> WeightHandle:
-        """Copy the tensors into a snapshot, so that the optimizer may step while readers read."""
-        ...
+    def follows(self, older: "WeightHandle | None") -> bool:
+        """Whether what has not changed since `older` is the same as in `older`."""
+        return (
+            older is not None
+            and older.version <= self.version
+            and [p.publisher for p in older.parts] == [p.publisher for p in self.parts]
+        )
 
-    def close(self) -> None:
-        """Free the buffers. Readers that still have them mapped keep what they mapped."""
-        ...
+    def changed_since(self, older: "WeightHandle | None") -> set[str]:
+        """Names of the tensors that who serves `older` has to load. A tensor that changed takes
+        along those an engine may keep in one piece with it, as q, k and v.
+
+        Example:
+            if only model.layers.3.mlp.up_proj.weight has changed: all of model.layers.3.mlp
+        """
+        if not self.follows(older):
+            return {slot.name for slot in self.slots}
+        assert older is not None
+        modules = {_module(slot.name) for slot in self.slots if slot.changed > older.version}
+        return {slot.name for slot in self.slots if _module(slot.name) in modules}
 
 
-def make_publisher(transport: Transport) -> Publisher:
-    from torchtitan_rl.weight_sync.shm import ShmPublisher
+def _module(name: str) -> str:
+    """What an engine loads as a whole: attention or MLP of a layer, else the tensor itself.
 
-    return {"shm": ShmPublisher}[transport]()
-
-
-def fetch(handle: WeightHandle) -> Iterator[tuple[str, torch.Tensor]]:
-    """The snapshot's tensors, as views: copy what must outlive the next `publish` but one.
-
-    Raises StaleHandleError as soon as the buffer no longer holds the handle's version. A caller
-    that keeps views past the end of the iteration calls `check_fresh` when it is done with them.
+    Example:
+        >>> _module("model.layers.3.mlp.experts.7.up_proj.weight")
+        'model.layers.3.mlp'
+        >>> _module("model.norm.weight")
+        'model.norm.weight'
     """
-    from torchtitan_rl.weight_sync import shm
+    before, layers, after = name.partition(".layers.")
+    return ".".join([before, layers[1:-1], *after.split(".")[:2]]) if layers else name
 
-    return {"shm": shm.fetch}[handle.transport](handle)
 
-
-def check_fresh(handle: WeightHandle) -> None:
-    """Raise StaleHandleError if the snapshot was overwritten, so what was read may be torn."""
-    from torchtitan_rl.weight_sync import shm
-
-    {"shm": shm.check_fresh}[handle.transport](handle)
+def merge_handles(ranks: Sequence[WeightHandle]) -> WeightHandle:
+    """The handle of what all ranks have published together; it must be all there is of a model."""
+    first = ranks[0]
+    for rank in ranks:
+        if (rank.version, rank.transport) != (first.version, first.transport):
+            raise WeightSyncError(
+                f"trainer ranks disagree: one has published version {first.version} by "
+                f"{first.transport}, another {rank.version} by {rank.transport}"
+            )
+    merged = replace(first, parts=tuple(part for rank in ranks for part in rank.parts))
+    published: dict[str, int] = {}
+    wholes = merged.tensors()
+    for slot in merged.slots:
+        published[slot.name] = published.get(slot.name, 0) + math.prod(slot.shape)
+        if (slot.whole, slot.dtype) != wholes[slot.name]:
+            raise WrongWeightsError(f"trainer ranks disagree on shape or dtype of {slot.name!r}")
+    for name, (shape, _) in wholes.items():
+        if published[name] != math.prod(shape):
+            raise WrongWeightsError(
+                f"{name!r} has {math.prod(shape)} elements, and the trainer ranks have published "
+                f"{published[name]} of them"
+            )
+    return merged

@@ -1,34 +1,32 @@
-"""Weight sync on one host: two anonymous memory files, written in turn, mapped by the readers.
+"""Weight sync on one host: anonymous memory files, mapped by the readers.
 
 A `memfd` has no name in the file system, so nothing is left behind when its process dies, however
-it dies. Readers open it through /proc/<pid>/fd. Two buffers let the trainer publish version v+1
-while a generator still reads v; publishing v+2 reuses v's buffer, and who still reads v is told.
+it dies. Readers open it through /proc/<pid>/fd, and lock it while they read: the kernel lifts the
+lock when a reader dies, and the writer never overwrites what is locked.
 """
 
+import fcntl
 import mmap
 import os
 import secrets
 import struct
-from collections.abc import Iterator
+import warnings
+from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 
-from torchtitan_rl.weight_sync.handle import (
-    NamedTensors,
-    StaleHandleError,
-    TensorSlot,
-    WeightHandle,
-    WeightSyncError,
-)
+from torchtitan_rl.weight_sync.handle import Part, Slot, StaleHandleError, WeightSyncError
 
 # Header of a buffer: a random token (a recycled pid and fd must not pass for ours) and the version
 # of what the buffer holds, or WRITING.
 _HEADER = struct.Struct("<qq")
-_HEADER_BYTES = 64
-_ALIGNMENT = 64
+_HEADER_BYTES = 4096
 WRITING = -1
+_MAPPINGS_KEPT = 4
+"""The first touch of a mapping's pages costs ten times a later one. Four are enough for the two
+buffers of a trainer and the two of the one it was restarted as."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,123 +37,124 @@ class ShmLocation:
     token: int
 
 
-class ShmPublisher:
-    """Writes snapshots into two reused memory files.
-
-    Example:
-        >>> publisher = ShmPublisher()
-        >>> handle = publisher.publish([("w", torch.ones(2))], version=1)
-        >>> [(name, t.tolist()) for name, t in fetch(handle)]
-        [('w', [1.0, 1.0])]
-    """
-
-    def __init__(self) -> None:
-        self._buffers: list[_Buffer | None] = [None, None]
-        self._turn = 0
-
-    def publish(self, named_tensors: NamedTensors, version: int) -> WeightHandle:
-        if version < 0:
-            raise ValueError(f"policy versions start at 0, got {version}")
-        tensors = [(name, t.detach()) for name, t in named_tensors]
-        slots = _layout(tensors)
-        size = slots[-1].offset + slots[-1].nbytes if slots else _HEADER_BYTES
-        buffer = self._buffers[self._turn]
-        if buffer is None or buffer.location.size < size:
-            if buffer is not None:
-                buffer.close()
-            buffer = self._buffers[self._turn] = _Buffer(size)
-        self._turn = 1 - self._turn
-        buffer.write(tensors, slots, version)
-        return WeightHandle(version, "shm", buffer.location, slots)
-
-    def close(self) -> None:
-        for buffer in self._buffers:
-            if buffer is not None:
-                buffer.close()
-        self._buffers = [None, None]
-
-
-class _Buffer:
+class ShmBuffer:
     """One memory file and its mapping in the writer."""
 
-    def __init__(self, size: int) -> None:
-        fd = os.memfd_create("torchtitan_rl_weights", os.MFD_CLOEXEC)
-        os.ftruncate(fd, size)
-        self.location = ShmLocation(os.getpid(), fd, size, secrets.randbits(62))
-        self._map = mmap.mmap(fd, size)
-        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+    def __init__(self, nbytes: int) -> None:
+        size = _HEADER_BYTES + nbytes
+        self._fd = os.memfd_create("torchtitan_rl_weights", os.MFD_CLOEXEC)
+        os.ftruncate(self._fd, size)
+        self._location = ShmLocation(os.getpid(), self._fd, size, secrets.randbits(62))
+        self._map = mmap.mmap(self._fd, size)
+        self.data = torch.frombuffer(self._map, dtype=torch.uint8)[_HEADER_BYTES:]
+        self.reopen()
 
-    def write(
-        self, tensors: list[tuple[str, torch.Tensor]], slots: tuple[TensorSlot, ...], version: int
-    ) -> None:
-        self._set_version(WRITING)
-        for (_, tensor), slot in zip(tensors, slots, strict=True):
-            target = self._bytes[slot.offset : slot.offset + slot.nbytes]
-            target.view(slot.dtype).view(slot.shape).copy_(tensor)
-        self._set_version(version)
+    def reopen(self) -> bool:
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        self._hold(WRITING)
+        return True
 
-    def _set_version(self, version: int) -> None:
-        _HEADER.pack_into(self._map, 0, self.location.token, version)
+    def seal(self, version: int, _slots: Sequence[Slot]) -> ShmLocation:
+        self._hold(version)
+        fcntl.flock(self._fd, fcntl.LOCK_UN)
+        return self._location
 
     def close(self) -> None:
-        # Marked first, so that a reader that still has it mapped is told instead of reading on.
-        self._set_version(WRITING)
-        del self._bytes
+        del self.data
         self._map.close()
-        os.close(self.location.fd)
+        os.close(self._fd)
+
+    def _hold(self, version: int) -> None:
+        _HEADER.pack_into(self._map, 0, self._location.token, version)
 
 
-def _layout(tensors: list[tuple[str, torch.Tensor]]) -> tuple[TensorSlot, ...]:
-    slots, offset = [], _HEADER_BYTES
-    for name, tensor in tensors:
-        nbytes = tensor.numel() * tensor.element_size()
-        slots.append(TensorSlot(name, tuple(tensor.shape), tensor.dtype, offset, nbytes))
-        offset += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-    return tuple(slots)
+class ShmReader:
+    """A part that stays as it is until it is closed."""
+
+    def __init__(self, part: Part, version: int) -> None:
+        self._mapping = _map(part.location)
+        self._mapping.lock(version)
+
+    def bytes_of(self, slot: Slot) -> torch.Tensor:
+        """[nbytes] uint8, a view that is good until the reader is closed."""
+        first = _HEADER_BYTES + slot.offset
+        return self._mapping.bytes[first : first + slot.nbytes]
+
+    def close(self) -> None:
+        self._mapping.unlock()
 
 
-def fetch(handle: WeightHandle) -> Iterator[tuple[str, torch.Tensor]]:
-    """Views into the mapped snapshot, in publishing order. See `weight_sync.handle.fetch`."""
-    check_fresh(handle)
-    mapped = _mapped(handle.location)
-    # A page this process wrote to would be its own from then on, and old for ever: drop such pages.
-    mapped.madvise(mmap.MADV_DONTNEED)
-    data = torch.frombuffer(mapped, dtype=torch.uint8)
-    for slot in handle.slots:
-        raw = data[slot.offset : slot.offset + slot.nbytes]
-        yield slot.name, raw.view(slot.dtype).view(slot.shape)
-        check_fresh(handle)
+class _Mapping:
+    """A memory file, as a reader sees it."""
 
+    def __init__(self, location: ShmLocation) -> None:
+        self._location = location
+        try:
+            self._fd = os.open(f"/proc/{location.pid}/fd/{location.fd}", os.O_RDONLY)
+        except OSError as error:
+            raise WeightSyncError(
+                f"cannot open the weights of process {location.pid}: {error}. The `shm` transport "
+                "needs trainer and generator on one host, and the trainer alive"
+            ) from error
+        if os.fstat(self._fd).st_size < location.size:
+            os.close(self._fd)
+            raise StaleHandleError(f"the weights of process {location.pid} are gone")
+        # Not to be written to: other processes read the same pages.
+        self._map = mmap.mmap(self._fd, location.size, prot=mmap.PROT_READ)
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # of just that
+            self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._readers = 0
 
-def check_fresh(handle: WeightHandle) -> None:
-    """Raise StaleHandleError unless the buffer holds exactly the handle's version."""
-    token, version = _HEADER.unpack_from(_mapped(handle.location), 0)
-    if token != handle.location.token:
-        raise StaleHandleError(f"the buffer of weights version {handle.version} is gone")
-    if version != handle.version:
-        now = "being rewritten" if version == WRITING else f"holding version {version}"
-        raise StaleHandleError(
-            f"weights version {handle.version} were overwritten: their buffer is {now}; "
-            "pull the latest handle"
+    def lock(self, version: int) -> None:
+        """From now on the writer leaves it alone."""
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise self._stale(version, "being rewritten") from None
+        token, held = _HEADER.unpack_from(self._map, 0)
+        if token != self._location.token or held != version:
+            if not self._readers:
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
+            if token != self._location.token:
+                raise StaleHandleError(f"the buffer of weights version {version} is gone")
+            now = "half-written" if held == WRITING else f"holding version {held}"
+            raise self._stale(version, now)
+        self._readers += 1
+
+    def unlock(self) -> None:
+        self._readers -= 1
+        if not self._readers:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    @property
+    def is_read(self) -> bool:
+        return self._readers > 0
+
+    def close(self) -> None:
+        # Not the map: views of it may be around, and it goes with the last of them.
+        os.close(self._fd)
+
+    def _stale(self, version: int, now: str) -> StaleHandleError:
+        return StaleHandleError(
+            f"weights version {version} were overwritten: their buffer is {now}; pull the latest "
+            "handle"
         )
 
 
-# A mapping is kept: the first touch of its pages costs ten times a later one. Four are enough for
-# the two buffers of a trainer and the two of the one it was restarted as.
-@lru_cache(maxsize=4)
-def _mapped(location: ShmLocation) -> mmap.mmap:
-    path = f"/proc/{location.pid}/fd/{location.fd}"
-    try:
-        fd = os.open(path, os.O_RDONLY)
-    except OSError as error:
-        raise WeightSyncError(
-            f"cannot open the weights of process {location.pid}: {error}. The `shm` transport "
-            "needs trainer and generator on one host, and the trainer alive"
-        ) from error
-    try:
-        if os.fstat(fd).st_size < location.size:
-            raise StaleHandleError(f"the weights of process {location.pid} are gone")
-        # A private mapping: a reader can never write into the snapshot.
-        return mmap.mmap(fd, location.size, access=mmap.ACCESS_COPY)
-    finally:
-        os.close(fd)
+_mappings: "OrderedDict[ShmLocation, _Mapping]" = OrderedDict()
+
+
+def _map(location: ShmLocation) -> _Mapping:
+    """The mapping of a buffer; those that were used last are kept."""
+    if location not in _mappings:
+        _mappings[location] = _Mapping(location)
+        for unused in [at for at, mapping in _mappings.items() if not mapping.is_read][
+            : max(0, len(_mappings) - _MAPPINGS_KEPT)
+        ]:
+            if unused != location:
+                _mappings.pop(unused).close()
+    _mappings.move_to_end(location)
+    return _mappings[location]

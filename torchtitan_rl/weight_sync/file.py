@@ -1,0 +1,120 @@
+"""Weight sync over a shared file system: a safetensors file a rank and version.
+
+A file has its name only when it is complete. The two newest stay; a process of its own removes all
+of them when the trainer dies, however it dies.
+"""
+
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from torchtitan_rl.weight_sync.handle import (
+    Part,
+    Slot,
+    StaleHandleError,
+    WeightSyncError,
+    WrongWeightsError,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FileLocation:
+    path: str
+
+
+class FileBuffer:
+    """A snapshot in memory that becomes a file when it is sealed."""
+
+    def __init__(self, nbytes: int, folder: Path) -> None:
+        self.data = torch.empty(nbytes, dtype=torch.uint8)
+        self._folder = folder
+        self._file: Path | None = None
+
+    def reopen(self) -> bool:
+        self._remove()
+        return True
+
+    def seal(self, version: int, slots: Sequence[Slot]) -> FileLocation:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        tensors = {
+            str(slot): self.data[slot.offset : slot.offset + slot.nbytes]
+            .view(slot.dtype)
+            .view(slot.shape)
+            for slot in slots
+        }
+        file = self._folder / f"version-{version}.safetensors"
+        half = file.with_suffix(".half-written")
+        save_file(tensors, half, metadata={"format": "pt", "version": str(version)})
+        half.rename(file)
+        self._file = file
+        return FileLocation(str(file))
+
+    def close(self) -> None:
+        self._remove()
+
+    def _remove(self) -> None:
+        # Whoever has it open keeps what it has.
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
+        self._file = None
+
+
+class FileReader:
+    """A rank's file, open."""
+
+    def __init__(self, part: Part, version: int) -> None:
+        path = part.location.path
+        try:
+            self._file = safe_open(path, "pt")
+        except FileNotFoundError:
+            raise StaleHandleError(
+                f"weights version {version} are gone: {path} has been removed, or is on a file "
+                "system that this host does not share"
+            ) from None
+        except (OSError, SafetensorError) as error:
+            raise WeightSyncError(f"cannot read the weights in {path}: {error}") from error
+        if (held := self._file.metadata().get("version")) != str(version):
+            raise StaleHandleError(f"{path} holds weights version {held}, not {version}")
+        self._path = path
+
+    def bytes_of(self, slot: Slot) -> torch.Tensor:
+        try:
+            tensor = self._file.get_tensor(str(slot))
+        except SafetensorError as error:
+            raise WrongWeightsError(f"{self._path} lacks {slot}: {error}") from error
+        if tuple(tensor.shape) != slot.shape or tensor.dtype != slot.dtype:
+            raise WrongWeightsError(
+                f"{self._path} has {slot} as {tensor.dtype} {tuple(tensor.shape)}; "
+                f"{slot.dtype} {slot.shape} were published"
+            )
+        return tensor.reshape(-1).view(torch.uint8)
+
+    def close(self) -> None:
+        del self._file
+
+
+class Janitor:
+    """Removes a folder when this process ends, also by SIGKILL: its end of a pipe closes then."""
+
+    # The shell's child does the work: nobody's child any more, it outlives a kill of the family.
+    # It reads from 3, because a shell gives those it does not wait for no standard input.
+    _SCRIPT = 'exec 3<&0; { cat <&3 > /dev/null; rm -rf -- "$1"; } &'
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        command = ["sh", "-c", self._SCRIPT, "janitor", str(folder)]
+        # In a session of its own: the terminal's Ctrl-C is not for it.
+        shell = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        self._pipe = shell.stdin
+        shell.wait()
+
+    def close(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+        assert self._pipe is not None
+        self._pipe.close()

@@ -1,0 +1,157 @@
+"""Weight sync between hosts: memory registered with Monarch, read by whoever has the handle.
+
+Over ibverbs the network card reads it, GPU memory included; without such a card the same calls go
+over TCP. Only an actor can make or read such memory. A generator reads into shared memory of its
+own host, from where its engine's processes take it as they take any snapshot.
+"""
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import monarch
+import torch
+from monarch.rdma import RDMAAction, RDMABuffer, get_rdma_backend
+
+from torchtitan_rl.weight_sync.handle import (
+    Part,
+    Slot,
+    StaleHandleError,
+    WeightHandle,
+    WeightSyncError,
+)
+from torchtitan_rl.weight_sync.shm import WRITING, ShmBuffer
+
+_BLOCK = 16 << 20
+"""Bytes registered in one piece: what can be left out if nothing in it has changed."""
+_TCP_CHUNK_MB = 4
+"""Of one message over TCP. Monarch's default of 64 is three times slower on a loopback."""
+TIMEOUT_SECONDS = 120
+
+
+@dataclass(frozen=True, slots=True)
+class RdmaLocation:
+    token: int
+    header: Any
+    """Registered memory with the token and the version."""
+    blocks: tuple[Any, ...]
+    nbytes: int
+
+
+class RdmaBuffer:
+    """Memory that other hosts can read."""
+
+    def __init__(self, nbytes: int, device: str = "cpu") -> None:
+        self.data = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._header = torch.tensor([secrets.randbits(62), WRITING])
+        blocks = [RDMABuffer(self.data[i : i + _BLOCK]) for i in range(0, nbytes, _BLOCK)]
+        header = RDMABuffer(self._header.view(torch.uint8))
+        self._location = RdmaLocation(int(self._header[0]), header, tuple(blocks), nbytes)
+
+    def reopen(self) -> bool:
+        self._header[1] = WRITING  # who reads now looks at it again when done
+        return True
+
+    def seal(self, version: int, _slots: Sequence[Slot]) -> RdmaLocation:
+        if self.data.is_cuda:
+            torch.cuda.synchronize()  # before anyone is told that it is there
+        self._header[1] = version
+        return self._location
+
+    def close(self) -> None:
+        self._header[1] = WRITING
+        # Not waited for: Monarch may be going down, and the memory goes with the process anyway.
+        for block in (self._location.header, *self._location.blocks):
+            block.drop()
+
+
+class Inbox:
+    """Brings snapshots here, from whatever host they are on. Lives in an actor.
+
+    Example:
+        inbox = Inbox()
+        here = await inbox.fetch(handle)
+        with open_snapshot(here) as snapshot:
+            weights = {name: t.clone() for name, t in snapshot.tensors()}
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[int, tuple[ShmBuffer, int]] = {}
+
+    async def fetch(self, handle: WeightHandle) -> WeightHandle:
+        """The handle of a copy on this host; of snapshots that are within reach, the same one.
+
+        What has not changed since the last snapshot is not read again. If it fails, the copy of the
+        last one is gone as well.
+        """
+        if handle.transport != "rdma":
+            return handle
+        if get_rdma_backend() == "tcp":
+            monarch.configure(rdma_max_chunk_size_mb=_TCP_CHUNK_MB)
+        parts = [await self._fetch(part, handle.version) for part in handle.parts]
+        # Those of a trainer that has been replaced.
+        for publisher in self._held.keys() - {part.publisher for part in parts}:
+            self._held.pop(publisher)[0].close()
+        return replace(handle, transport="shm", parts=tuple(parts))
+
+    def close(self) -> None:
+        for buffer, _ in self._held.values():
+            buffer.close()
+        self._held.clear()
+
+    async def _fetch(self, part: Part, version: int) -> Part:
+        location: RdmaLocation = part.location
+        buffer, held = self._held.pop(part.publisher, (None, WRITING))
+        if buffer is not None and not (len(buffer.data) == location.nbytes and buffer.reopen()):
+            buffer.close()
+            buffer = None
+        if buffer is None or held > version:
+            held = WRITING
+        buffer = buffer or ShmBuffer(location.nbytes)
+        try:
+            await _check(location, version)
+            reading = RDMAAction()
+            for number in sorted(_changed_blocks(part.slots, held)):
+                first = number * _BLOCK
+                reading.read_remote(buffer.data[first : first + _BLOCK], location.blocks[number])
+            await _submitted(reading, version)
+            await _check(location, version)  # it may have been overwritten meanwhile
+        except BaseException:
+            buffer.close()
+            raise
+        self._held[part.publisher] = (buffer, version)
+        return replace(part, location=buffer.seal(version, part.slots))
+
+
+def _changed_blocks(slots: Sequence[Slot], held: int) -> set[int]:
+    return {
+        number
+        for slot in slots
+        if slot.changed > held and slot.nbytes
+        for number in range(slot.offset // _BLOCK, (slot.offset + slot.nbytes - 1) // _BLOCK + 1)
+    }
+
+
+async def _check(location: RdmaLocation, version: int) -> None:
+    header = torch.zeros(2, dtype=torch.int64)
+    await _submitted(RDMAAction().read_remote(header.view(torch.uint8), location.header), version)
+    token, held = header.tolist()
+    if token != location.token:
+        raise StaleHandleError(f"the buffer of weights version {version} is gone")
+    if held != version:
+        now = "being rewritten" if held == WRITING else f"holding version {held}"
+        raise StaleHandleError(
+            f"weights version {version} were overwritten: their buffer is {now}; pull the latest "
+            "handle"
+        )
+
+
+async def _submitted(action: RDMAAction, version: int) -> None:
+    try:
+        await action.submit(timeout=TIMEOUT_SECONDS)
+    except Exception as error:
+        raise WeightSyncError(
+            f"weights version {version} could not be read over {get_rdma_backend()}: {error}. Is "
+            "the trainer alive?"
+        ) from error
