@@ -27,7 +27,8 @@ _BLOCK = 16 << 20
 """Bytes registered in one piece: what can be left out if nothing in it has changed."""
 _TCP_CHUNK_MB = 4
 """Of one message over TCP. Monarch's default of 64 is three times slower on a loopback."""
-TIMEOUT_SECONDS = 120
+_READ_SECONDS, _ANSWER_SECONDS = 120, 10
+"""Longest to read a part, and to read its header: of a dead trainer Monarch says nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,7 @@ class Inbox:
             for number in sorted(_changed_blocks(part.slots, held)):
                 first = number * _BLOCK
                 reading.read_remote(buffer.data[first : first + _BLOCK], location.blocks[number])
-            await _submitted(reading, version)
+            await _submitted(reading, version, _READ_SECONDS)
             await _check(location, version)  # it may have been overwritten meanwhile
         except BaseException:
             buffer.close()
@@ -135,7 +136,8 @@ def _changed_blocks(slots: Sequence[Slot], held: int) -> set[int]:
 
 async def _check(location: RdmaLocation, version: int) -> None:
     header = torch.zeros(2, dtype=torch.int64)
-    await _submitted(RDMAAction().read_remote(header.view(torch.uint8), location.header), version)
+    asking = RDMAAction().read_remote(header.view(torch.uint8), location.header)
+    await _submitted(asking, version, _ANSWER_SECONDS)
     token, held = header.tolist()
     if token != location.token:
         raise StaleHandleError(f"the buffer of weights version {version} is gone")
@@ -147,9 +149,9 @@ async def _check(location: RdmaLocation, version: int) -> None:
         )
 
 
-async def _submitted(action: RDMAAction, version: int) -> None:
+async def _submitted(action: RDMAAction, version: int, seconds: int) -> None:
     try:
-        await action.submit(timeout=TIMEOUT_SECONDS)
+        await action.submit(timeout=seconds)
     except Exception as error:
         raise WeightSyncError(
             f"weights version {version} could not be read over {get_rdma_backend()}: {error}. Is "

@@ -24,6 +24,8 @@ from torchtitan_rl.weight_sync.handle import Part, Slot, StaleHandleError, Weigh
 _HEADER = struct.Struct("<qq")
 _HEADER_BYTES = 4096
 WRITING = -1
+_CLOSED = -1
+"""In place of the token: the writer has given the buffer up."""
 _MAPPINGS_KEPT = 4
 """The first touch of a mapping's pages costs ten times a later one. Four are enough for the two
 buffers of a trainer and the two of the one it was restarted as."""
@@ -63,6 +65,8 @@ class ShmBuffer:
         return self._location
 
     def close(self) -> None:
+        # Whoever reads it goes on, and lets go of it when done.
+        _HEADER.pack_into(self._map, 0, _CLOSED, WRITING)
         del self.data
         self._map.close()
         os.close(self._fd)
@@ -115,19 +119,23 @@ class _Mapping:
         except BlockingIOError:
             raise self._stale(version, "being rewritten") from None
         token, held = _HEADER.unpack_from(self._map, 0)
+        self._readers += 1
         if token != self._location.token or held != version:
-            if not self._readers:
-                fcntl.flock(self._fd, fcntl.LOCK_UN)
+            self.unlock()
             if token != self._location.token:
                 raise StaleHandleError(f"the buffer of weights version {version} is gone")
             now = "half-written" if held == WRITING else f"holding version {held}"
             raise self._stale(version, now)
-        self._readers += 1
 
     def unlock(self) -> None:
         self._readers -= 1
-        if not self._readers:
-            fcntl.flock(self._fd, fcntl.LOCK_UN)
+        if self.is_read:
+            return
+        fcntl.flock(self._fd, fcntl.LOCK_UN)
+        token, _ = _HEADER.unpack_from(self._map, 0)
+        if token != self._location.token:
+            _mappings.pop(self._location, None)
+            self.close()
 
     @property
     def is_read(self) -> bool:

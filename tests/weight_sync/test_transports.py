@@ -1,0 +1,133 @@
+"""One process publishes, several read: real actors, the same tests for every transport."""
+
+import asyncio
+
+import psutil
+import pytest
+import torch
+from monarch.actor import ActorError
+
+from tests.weight_sync.actors import Reader, Writer, values
+from torchtitan_rl.actors.spawn import spawn
+from torchtitan_rl.platform import worker_env
+from torchtitan_rl.weight_sync.handle import Slot
+from torchtitan_rl.weight_sync.rdma import _changed_blocks
+from torchtitan_rl.weight_sync.transport import WeightSyncConfig, choose_transport
+
+SIZE = 5_000_000  # bytes that fill more than one block of RDMA
+
+
+async def start(actor, *arguments):
+    spawned = await spawn(actor, *arguments, env=worker_env(1, role="grader"))
+    await spawned.actor.open.call_one()
+    return spawned
+
+
+@pytest.fixture(scope="module", params=["rdma", "shm", "file"])
+async def transport(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+async def writer(transport, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(transport) / "weights"
+    spawned = await start(Writer, transport, str(folder), SIZE)
+    yield spawned.actor
+    await spawned.stop()
+
+
+@pytest.fixture(scope="module")
+async def readers(transport):
+    spawned = await asyncio.gather(start(Reader), start(Reader))
+    yield [s.actor for s in spawned]
+    await asyncio.gather(*(s.stop() for s in spawned))
+
+
+def assert_equal(read, seed):
+    expected = values(seed, SIZE)
+    assert list(read) == list(expected)
+    for name, tensor in expected.items():
+        assert torch.equal(read[name], tensor), name
+
+
+async def test_several_readers_of_one_snapshot(writer, readers, transport):
+    for version in range(3):
+        handle = await writer.publish.call_one(version, version)
+        assert handle.transport == transport
+        assert all(slot.checksum is not None for slot in handle.slots)
+        for read in await asyncio.gather(*(r.read.call_one(handle) for r in readers)):
+            assert_equal(read, version)
+
+
+async def test_an_older_snapshot_can_be_read_and_then_a_newer_one_again(writer, readers):
+    first = await writer.publish.call_one(10, 10)
+    second = await writer.publish.call_one(11, 11)
+    for handle in (second, first, second):
+        assert_equal(await readers[0].read.call_one(handle), handle.version)
+
+
+async def test_an_overwritten_snapshot_is_refused_by_version(writer, readers):
+    handles = [await writer.publish.call_one(v, v) for v in (20, 21, 22)]
+    with pytest.raises(ActorError, match="StaleHandleError: weights version 20"):
+        await readers[0].read.call_one(handles[0])
+    assert_equal(await readers[0].read.call_one(handles[1]), 21)
+    assert_equal(await readers[0].read.call_one(handles[2]), 22)
+
+
+async def test_damaged_bytes_are_refused_by_name(writer, readers):
+    handle = await writer.publish.call_one(30, 30)
+    await writer.damage.call_one(handle)
+    for reader in readers:
+        with pytest.raises(ActorError, match="the bytes of w are not those"):
+            await reader.read.call_one(handle)
+    for version in (31, 32):  # what follows is whole again
+        handle = await writer.publish.call_one(version, version)
+        assert_equal(await readers[0].read.call_one(handle), version)
+
+
+@pytest.mark.parametrize(
+    ("held", "blocks"),
+    [(-1, {0, 1, 2, 3}), (0, {0, 1, 2, 3}), (1, {1, 3}), (2, {3}), (3, set())],
+)
+def test_only_blocks_in_which_something_changed_are_read(held, blocks):
+    mb = 1 << 20
+    bounds = [(0, 17, 1), (17, 2, 2), (19, 30, 1), (49, 14, 3)]  # first megabyte, how many, changed
+    slots = [
+        Slot(str(first), (1,), (0,), (1,), torch.uint8, first * mb, count * mb, changed)
+        for first, count, changed in bounds
+    ]
+    assert _changed_blocks(slots, held) == blocks
+
+
+async def test_a_writer_that_is_gone_is_an_error_and_not_a_wait(transport, readers, tmp_path):
+    spawned = await start(Writer, transport, str(tmp_path / "weights"), 1000)
+    handle = await spawned.actor.publish.call_one(1, 1)
+    for process in spawned.processes:
+        process.kill()
+    psutil.wait_procs(spawned.processes, timeout=10)
+    await asyncio.sleep(0.2)  # until the files' janitor has noticed
+    with pytest.raises(ActorError, match=r"WeightSyncError|StaleHandleError"):
+        await readers[1].read.call_one(handle)
+    await spawned.stop()
+    assert not (tmp_path / "weights").exists()
+
+
+@pytest.mark.parametrize(
+    ("asked", "hosts", "chosen", "said"),
+    [
+        ("auto", {"a"}, "shm", "one host"),
+        ("auto", {"a", "b"}, "rdma", "TCP: there is no RDMA card"),
+        ("shm", {"a"}, "shm", "one host"),
+        ("rdma", {"a"}, "rdma", "warning: weights go over TCP"),
+        ("file", {"a", "b"}, "file", "through files"),
+    ],
+)
+def test_the_transport_is_chosen_and_said(asked, hosts, chosen, said):
+    transport, why = choose_transport(WeightSyncConfig(transport=asked), hosts)
+    assert transport == chosen
+    assert said in why
+
+
+def test_shared_memory_does_not_reach_another_host():
+    with pytest.raises(ValueError, match="on 2 hosts: use rdma, file or auto"):
+        choose_transport(WeightSyncConfig(transport="shm"), {"a", "b"})
