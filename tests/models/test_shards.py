@@ -101,7 +101,7 @@ def test_ranks_publish_the_model_between_them(tiny_model, moe_model, ranks, degr
     shares = run_ranks(ranks, degrees, tiny_model, moe_model)
     assert len(shares) == 2 * len(degrees)
     for case, share in shares.items():
-        replicas, shard, tensor_parallel = json.loads(case[6:])
+        _, shard, tensor_parallel = json.loads(case[6:])
         # No rank has more than its part, but for the small tensors that all ranks have.
         assert share < 1.05 / (shard * tensor_parallel), case
 
