@@ -143,8 +143,12 @@ def real_recipe(folder: Path, *, ahead: int, threads: tuple[int, int]) -> Contro
     )
 
 
-async def real_overlap(folder: Path) -> None:
+def write_real_model(folder: Path) -> None:
     write_tiny_model(folder / "model-135m", seed=0, **MODEL_135M)
+
+
+async def real_overlap(folder: Path) -> None:
+    write_real_model(folder)
     cores = os.cpu_count() or 1
     half = max(1, cores // 2)
     steps = REAL_WARM_UP + REAL_STEPS

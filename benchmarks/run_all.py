@@ -15,7 +15,7 @@ from rich.table import Table
 from torchtitan_rl.observability.console import console
 
 HERE = Path(__file__).parent
-NOT_BENCHMARKS = {"run_all.py", "common.py", "bare_engine.py"}
+NOT_BENCHMARKS = {"run_all.py", "common.py", "bare_engine.py", "weight_movers.py"}
 
 
 def main(words: list[str]) -> int:

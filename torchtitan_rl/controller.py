@@ -378,7 +378,7 @@ class Controller(Configurable):
             self.steps_done = per_rank(await self.answer("trainer", "say its step", done))[0]
             if self.config.resume:
                 console.print(f"resuming after {self.steps_done} steps", markup=False)
-            self.policy_version = await self.sync.first()
+            self.policy_version = await self.sync.now()
             self.stream = self.make_stream()
             collect_garbage_rarely()
         except BaseException:

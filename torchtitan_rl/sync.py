@@ -30,7 +30,7 @@ class WeightSync:
 
     Example:
         sync = WeightSync(config, crew, answer, measure, probe=[7, 8])
-        version = await sync.first()
+        version = await sync.now()
         ...
         await sync.begin(trained=True, stream=None)
     """
@@ -54,8 +54,8 @@ class WeightSync:
         self.metrics: dict[str, float] = {}
         """Of the last one that is done."""
 
-    async def first(self) -> int:
-        """Bring the weights the run starts with; returns their version."""
+    async def now(self) -> int:
+        """Bring the weights to the generators, outside of any step; returns their version."""
         await self._publish_and_pull()
         self.metrics.clear()  # they are those of a step
         return self.version

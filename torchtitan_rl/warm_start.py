@@ -209,7 +209,7 @@ async def imitate(controller: "Controller", warm: WarmStartConfig) -> float:
             controller.steps_done = step + 1
             line = None
             if (step + 1) % warm.evaluate_every == 0 or step + 1 == warm.steps:
-                await controller.sync_weights()
+                await controller.sync.now()
                 found = await unless(controller.interrupted, controller.evaluate())
                 accuracy = found["eval/accuracy"]
                 line = f"imitation step {step + 1:4d}  │ held-out accuracy {accuracy:.1%}"

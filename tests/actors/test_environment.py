@@ -268,8 +268,14 @@ async def test_nothing_outlives_a_killed_actor(tmp_path):
         [calls(("child", {"pid_file": str(pid_file)})), calls(("hang", {"how": "power"}))]
     )
     await until(pid_file.exists)
-    left = spawned.processes[0].children(recursive=True)
-    assert {p.pid for p in left} > {int(pid) for pid in pid_file.read_text().split()}
+
+    def children():
+        return spawned.processes[0].children(recursive=True)
+
+    # Those of the first call, and the one that hangs.
+    pids = {int(pid) for pid in pid_file.read_text().split()}
+    await until(lambda: {p.pid for p in children()} > pids)
+    left = children()
     os.kill(spawned.processes[0].pid, signal.SIGKILL)
     await until(lambda: all(map(ended, left)))
     del hanging

@@ -273,11 +273,10 @@ class Engine:
                     self._slots[request_id] = slot
                     call.completions.append(None)
                     call.request_ids.append(request_id)
-        except VLLMValidationError as error:
+        except BaseException as error:
             self._abort(call)
-            raise PromptError(f"prompt {prompt_idx}: {error}") from error
-        except BaseException:
-            self._abort(call)
+            if isinstance(error, VLLMValidationError):
+                raise PromptError(f"prompt {prompt_idx}: {error}") from error
             raise
         call.missing = len(call.completions)
         if call.missing == 0:
@@ -385,9 +384,7 @@ class Engine:
         except BaseException as error:
             # The model may be half new and half old: better no answer than a wrong one.
             self._die(error)
-            raise EngineDiedError(
-                f"the engine died while weights were swapped: {error!r}"
-            ) from error
+            raise EngineDiedError(f"the engine died as weights were swapped: {error!r}") from error
         self.policy_version = handle.version
         # vLLM 0.32: the scheduler, in this process, has every request that is not finished.
         unfinished = self._engine.engine_core.engine_core.scheduler.requests

@@ -1,0 +1,91 @@
+"""How fast weights go from one process to another, against a memcpy and against gloo.
+
+Writer and reader are processes of their own. All times are medians of warm rounds: buffers are
+reused, as in a run. Then a real run with generation ahead of training: how long the optimizer waits
+for snapshots.
+"""
+
+import asyncio
+import os
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from async_overlap import real_recipe, run, write_real_model
+from common import note, report
+from weight_movers import ROUNDS, SIZES, Reader, Writer
+
+from torchtitan_rl.actors.spawn import end_all_processes, spawn
+from torchtitan_rl.platform import worker_env
+
+
+async def through(writer: Any, reader: Any, transport: str, *, checksums: bool) -> list[float]:
+    """Medians of the seconds until the weights are free, published, fetched and read."""
+    await writer.open.call_one(transport, checksums)
+    rows = []
+    for _ in range(ROUNDS + 3):  # both buffers are warm after two
+        handle, *published = await writer.publish.call_one()
+        rows.append([*published, *await reader.read.call_one(handle)])
+    return [statistics.median(column) for column in zip(*rows[3:], strict=True)]
+
+
+async def one_size(case: str) -> None:
+    env = worker_env(os.cpu_count() or 1, role="grader")
+    gloo = {**env, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29473"}
+    writer = await spawn(Writer, case, env=gloo)
+    reader = await spawn(Reader, case, env=gloo)
+    await reader.actor.open.call_one()
+    memcpy = await writer.actor.memcpy.call_one()
+    note(f"{case}: memcpy {1000 * memcpy:.1f} ms")
+    for checksums in (False, True):
+        free, published, _, read = await through(
+            writer.actor, reader.actor, "shm", checksums=checksums
+        )
+        name = f"{case}{', checksums' if checksums else ''}"
+        note(
+            f"  {name}: copied {1000 * free:.1f}, published {1000 * published:.1f}, "
+            f"read {1000 * read:.1f} ms"
+        )
+        report("weight_sync", "publish_vs_memcpy", name, memcpy / free)
+        report("weight_sync", "shm_vs_memcpy", name, memcpy / (published + read))
+        report("weight_sync", "seconds", name, published + read)
+    *_, fetched, read = await through(writer.actor, reader.actor, "rdma", checksums=False)
+    _, received = await asyncio.gather(
+        writer.actor.send.call_one(0), reader.actor.receive.call_one(1)
+    )
+    note(f"  rdma: fetched {1000 * fetched:.1f}, gloo: received {1000 * received:.1f} ms")
+    report("weight_sync", "rdma_vs_gloo", case, received / fetched)
+    report("weight_sync", "rdma_vs_memcpy", case, memcpy / fetched)
+    await asyncio.gather(writer.stop(), reader.stop())
+
+
+async def blocked_share(folder: Path) -> None:
+    """In a run with 135M parameters and generation one step ahead."""
+    write_real_model(folder)
+    half = max(1, (os.cpu_count() or 1) // 2)
+    rows = await run(real_recipe(folder, ahead=1, threads=(half, half)), steps=5, warm_up=2)
+    for metric, key in {
+        "trainer_blocked_share": "sync/blocked_seconds",
+        "step_sync_share": "time/sync",
+    }.items():
+        shares = [row[key] / row["seconds"] for row in rows]
+        report("weight_sync", metric, "135M parameters, 1 ahead", statistics.mean(shares))
+
+
+async def main(parts: list[str]) -> None:
+    """`memory` and `run`, or one of them."""
+    if not parts or "memory" in parts:
+        for case in SIZES:
+            await one_size(case)
+    if not parts or "run" in parts:
+        with tempfile.TemporaryDirectory() as folder:
+            await blocked_share(Path(folder))
+
+
+if __name__ == "__main__":
+    try:
+        asyncio.run(main(sys.argv[1:]))
+    finally:
+        end_all_processes()
