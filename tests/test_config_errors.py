@@ -273,10 +273,7 @@ def test_the_list_of_recipes(capsys):
         ("--stepz 3", ["Unrecognized options: --stepz", "--steps"]),
         ("--steps many", ["--steps", "'many'"]),
         ("--trainer.dtype float16", ["--trainer.dtype", "'auto', 'float32', 'bfloat16'"]),
-        (
-            "--trainer.weight_sync.transport pigeon",
-            ["--trainer.weight_sync.transport", "'shm'", "'rdma'"],
-        ),
+        ("--trainer.weight_sync.transport pigeon", ["weight_sync.transport", "'shm', 'rdma'"]),
     ],
 )
 def test_a_bad_value_is_refused_with_its_name_and_what_is_allowed(refusal, folder, arguments, said):

@@ -114,7 +114,7 @@ class WeightSync:
         completions = await self._crew.generators.sample_on_each(self._probe, PROBE)
         episodes = [
             Episode(
-                policy_version=self.version,
+                policy_version=0,  # not looked at: it is the newest
                 prompt_token_ids=self._probe,
                 token_ids=completion.token_ids,
                 token_logprobs=completion.token_logprobs,
@@ -122,7 +122,7 @@ class WeightSync:
                 advantage=0.0,
                 task="check_weights",
                 group_id=f"check_weights/{number}",
-                token_versions=[self.version] * len(completion.token_ids),
+                token_versions=[0] * len(completion.token_ids),
                 routed_experts=completion.routed_experts,
             )
             for number, completion in enumerate(completions)
