@@ -67,6 +67,8 @@ def worker_env(
         "HF_HUB_OFFLINE": "1",
         # Looking for GPUs must not start CUDA in a process that may fork workers.
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+        # Weights by `rdma` without a card: connections side by side, a third more than with one.
+        "MONARCH_RDMA_TCP_FALLBACK_PARALLELISM": "4",
     }
     if role != "environment":  # whose many workers must not each keep the most they ever had
         # Keep freed memory: glibc would give large tensors back, and fault every page in again.

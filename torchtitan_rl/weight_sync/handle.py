@@ -44,10 +44,6 @@ class Shard:
     """The box, as pieces that follow each other along the first dimension: the trainer may keep
     them apart. They are the live weights."""
 
-    @property
-    def shape(self) -> Shape:
-        return (sum(len(t) for t in self.rows), *self.rows[0].shape[1:]) if self.whole else ()
-
 
 def whole_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> list[Shard]:
     """Of a process that has all there is."""

@@ -14,6 +14,7 @@ import monarch
 import torch
 from monarch.rdma import RDMAAction, RDMABuffer, get_rdma_backend
 
+from torchtitan_rl.waiting import together
 from torchtitan_rl.weight_sync.handle import (
     Part,
     Slot,
@@ -90,7 +91,7 @@ class Inbox:
             return handle
         if get_rdma_backend() == "tcp":
             monarch.configure(rdma_max_chunk_size_mb=_TCP_CHUNK_MB)
-        parts = [await self._fetch(part, handle.version) for part in handle.parts]
+        parts = await together(*(self._fetch(part, handle.version) for part in handle.parts))
         # Those of a trainer that has been replaced.
         for publisher in self._held.keys() - {part.publisher for part in parts}:
             self._held.pop(publisher)[0].close()

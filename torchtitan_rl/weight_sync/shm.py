@@ -99,6 +99,8 @@ class _Mapping:
         try:
             self._fd = os.open(f"/proc/{location.pid}/fd/{location.fd}", os.O_RDONLY)
         except OSError as error:
+            if isinstance(error, FileNotFoundError) and os.path.exists(f"/proc/{location.pid}"):
+                raise StaleHandleError("the buffer of these weights is gone") from error
             raise WeightSyncError(
                 f"cannot open the weights of process {location.pid}: {error}. The `shm` transport "
                 "needs trainer and generator on one host, and the trainer alive"

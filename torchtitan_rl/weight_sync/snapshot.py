@@ -6,10 +6,11 @@ writer, nor the writer for a reader.
 """
 
 import ctypes
+import math
 import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -18,8 +19,6 @@ import xxhash
 from torchtitan_rl.weight_sync.handle import Part, Shard, Slot, Transport, WeightHandle
 
 _ALIGNMENT = 64
-_FIRST_LOOK, _BLOCK = 1 << 12, 1 << 20
-"""Bytes compared at a time. Weights that were trained differ at the first look."""
 _memcmp = ctypes.CDLL(None).memcmp
 _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
@@ -41,12 +40,24 @@ class Buffer(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where shards go in a buffer. As long as their shapes stay, it is the same object."""
+
+    signature: list[tuple]
+    slots: list[Slot]
+    nbytes: int
+
+
 @dataclass(slots=True)
 class Snapshot:
-    """What a buffer holds: nothing, while it has no slots."""
+    """A buffer, cut into views for the pieces of every shard."""
 
     buffer: Buffer
-    slots: dict[tuple, Slot] = field(default_factory=dict)
+    layout: Layout
+    views: list[list[torch.Tensor]]
+    slots: list[Slot] | None = None
+    """What it holds; None while that is not whole."""
 
 
 class Publisher:
@@ -71,6 +82,7 @@ class Publisher:
     ) -> None:
         self._transport, self._make_buffer, self._checksums = transport, make_buffer, checksums
         self._id = secrets.randbits(62)
+        self._layout: Layout | None = None
         self._older: Snapshot | None = None
         self._newer: Snapshot | None = None
         self._threads = ThreadPoolExecutor(threads, "weights")
@@ -89,21 +101,39 @@ class Publisher:
         if version < 0:
             raise ValueError(f"policy versions start at 0, got {version}")
         try:
-            slots = _layout(shards, dtype)
-            target, before = self._turn(slots), self._newer
-            held, target.slots = target.slots, {}
-            written = [
-                _write(shard, slot, version, target.buffer.data, held, before)
-                for shard, slot in zip(shards, slots, strict=True)
-            ]
+            self._layout = layout = _layout(shards, dtype, self._layout)
+            target = self._turn(layout)
+            written = self._copy(shards, target, version)
         finally:
             copied()
         if self._checksums and not target.buffer.data.is_cuda:
             written = self._with_checksums(written, target.buffer.data)
         location = target.buffer.seal(version, written)
-        target.slots = {_key(slot): slot for slot in written}
+        target.slots = written
         self._older, self._newer = self._newer, target
         return WeightHandle(version, self._transport, (Part(self._id, location, tuple(written)),))
+
+    def _copy(self, shards: Sequence[Shard], target: Snapshot, version: int) -> list[Slot]:
+        """Bring a snapshot up to date. The slots say when their bytes last changed."""
+        before = self._newer if self._newer and self._newer.layout is target.layout else None
+        held, target.slots = target.slots, None
+        slots: list[Slot] = []
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for number, (shard, slot) in enumerate(zip(shards, target.layout.slots, strict=True)):
+            if before and before.slots and _same(before.views[number], shard.rows):
+                slot = before.slots[number]
+                if held and held[number] == slot:
+                    slots.append(slot)
+                    continue  # this buffer has it as well
+            else:
+                slot = replace(slot, changed=version)
+            slots.append(slot)
+            targets += target.views[number]
+            sources += shard.rows
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        return slots
 
     def _with_checksums(self, slots: list[Slot], data: torch.Tensor) -> list[Slot]:
         def complete(slot: Slot) -> Slot:
@@ -116,44 +146,24 @@ class Publisher:
         """Free the buffers. Readers that still have them open keep what they have."""
         for snapshot in (self._older, self._newer):
             if snapshot is not None:
+                snapshot.views.clear()
                 snapshot.buffer.close()
         self._older = self._newer = None
         self._threads.shutdown()
         self._at_close()
 
-    def _turn(self, slots: Sequence[Slot]) -> Snapshot:
-        """The snapshot to overwrite; its buffer is reopened, or new."""
-        size = slots[-1].offset + slots[-1].nbytes if slots else 0
+    def _turn(self, layout: Layout) -> Snapshot:
+        """The snapshot to overwrite: the older of the two, or a new one."""
         older, self._older = self._older, None
         if older is not None:
-            if len(older.buffer.data) >= size and older.buffer.reopen():
+            if older.layout is layout and older.buffer.reopen():
                 self._older = older
                 return older
+            older.views.clear()
             older.buffer.close()
-        self._older = Snapshot(self._make_buffer(max(size, 1)))
+        buffer = self._make_buffer(max(layout.nbytes, 1))
+        self._older = Snapshot(buffer, layout, _views(buffer.data, layout))
         return self._older
-
-
-def _write(
-    shard: Shard,
-    slot: Slot,
-    version: int,
-    data: torch.Tensor,
-    held: dict[tuple, Slot],
-    before: Snapshot | None,
-) -> Slot:
-    """Bring the slot of a buffer up to date, which `held` says what it has; returns it with what is
-    known of its bytes: when they changed, and their checksum if they are those of `before`."""
-    same = before.slots.get(_key(slot)) if before else None
-    if before and same and _holds(before.buffer.data, same, shard):
-        slot = replace(slot, changed=same.changed, checksum=same.checksum)
-        if held.get(_key(slot)) == slot:
-            return slot  # this buffer has it as well
-    else:
-        slot = replace(slot, changed=version)
-    for target, source in _pieces(data, slot, shard):
-        target.copy_(source)
-    return slot
 
 
 def checksum(data: torch.Tensor) -> int:
@@ -161,52 +171,45 @@ def checksum(data: torch.Tensor) -> int:
     return xxhash.xxh3_64(data.numpy()).intdigest()  # type: ignore[arg-type]
 
 
-def _key(slot: Slot) -> tuple:
-    return (slot.name, slot.whole, slot.start, slot.shape, slot.dtype, slot.offset)
-
-
-def _layout(shards: Sequence[Shard], dtype: torch.dtype | None) -> list[Slot]:
-    slots, offset = [], 0
-    for shard in shards:
-        kind = dtype or shard.rows[0].dtype
-        nbytes = sum(t.numel() for t in shard.rows) * kind.itemsize
-        slots.append(Slot(shard.name, shard.whole, shard.start, shard.shape, kind, offset, nbytes))
-        offset += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-    return slots
-
-
-def _pieces(
-    data: torch.Tensor, slot: Slot, shard: Shard
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Where each of the shard's pieces goes: pairs of flat tensors, or of the same shape."""
-    offset, pairs = slot.offset, []
-    for source in shard.rows:
-        nbytes = source.numel() * slot.dtype.itemsize
-        target = data[offset : offset + nbytes].view(slot.dtype)
-        flat = source.is_contiguous()
-        pairs.append((target, source.view(-1)) if flat else (target.view(source.shape), source))
-        offset += nbytes
-    return pairs
-
-
 def _bytes(data: torch.Tensor, slot: Slot) -> torch.Tensor:
     return data[slot.offset : slot.offset + slot.nbytes]
 
 
-def _holds(data: torch.Tensor, slot: Slot, shard: Shard) -> bool:
-    """Whether the slot has the bytes of the live weights. Where they differ it is soon known."""
-    for held, source in _pieces(data, slot, shard):
-        held, source = held.reshape(-1), source.reshape(-1)
-        start, step = 0, _FIRST_LOOK // held.itemsize
-        while start < len(held):
-            ours = held[start : start + step]
-            if not _same_bytes(ours, source[start : start + step].to(held.device, held.dtype)):
-                return False
-            start, step = start + step, _BLOCK // held.itemsize
-    return True
+def _layout(shards: Sequence[Shard], dtype: torch.dtype | None, last: Layout | None) -> Layout:
+    """Where each shard goes; the last layout again, if it fits."""
+    signature = [
+        (s.name, s.whole, s.start, [t.shape for t in s.rows], dtype or s.rows[0].dtype)
+        for s in shards
+    ]
+    if last is not None and last.signature == signature:
+        return last
+    slots, offset = [], 0
+    for name, whole, start, shapes, kind in signature:
+        nbytes = sum(map(math.prod, shapes)) * kind.itemsize
+        shape = (sum(rows[0] for rows in shapes), *shapes[0][1:]) if whole else ()
+        slots.append(Slot(name, whole, start, shape, kind, offset, nbytes))
+        offset += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    return Layout(signature, slots, offset)
 
 
-def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.is_cuda:
-        return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-    return _memcmp(a.data_ptr(), b.data_ptr(), a.numel() * a.itemsize) == 0
+def _views(data: torch.Tensor, layout: Layout) -> list[list[torch.Tensor]]:
+    """The buffer's place for each piece of each shard."""
+    views = []
+    for slot, (_, _, _, shapes, kind) in zip(layout.slots, layout.signature, strict=True):
+        pieces = _bytes(data, slot).view(kind).split([math.prod(shape) for shape in shapes])
+        views.append([piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)])
+    return views
+
+
+def _same(held: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]) -> bool:
+    """Whether a snapshot has the bytes of the live weights. Where they differ it is soon known."""
+    return all(_same_bytes(h, r) for h, r in zip(held, rows, strict=True))
+
+
+def _same_bytes(held: torch.Tensor, live: torch.Tensor) -> bool:
+    if live.dtype != held.dtype or live.device != held.device or not live.is_contiguous():
+        live = live.to(held.device, held.dtype).contiguous()
+    if held.is_cuda:
+        return torch.equal(held.view(torch.uint8), live.view(torch.uint8))
+    # Ends at the first difference, and knows no NaN.
+    return _memcmp(held.data_ptr(), live.data_ptr(), held.numel() * held.itemsize) == 0
