@@ -97,7 +97,7 @@ def echo_calculator_tiny() -> Controller.Config:
 
 
 def grpo_jsonl() -> Controller.Config:
-    """GRPO on a file of questions and answers of your own: --task.path my.jsonl --model <folder>."""
+    """GRPO on questions and answers of your own: --task.path my.jsonl --model models/<folder>."""
     return Controller.Config(
         model="outputs/models/SmolLM2-135M-Instruct",  # of `make model`
         task=Jsonl.Config(),
@@ -108,7 +108,9 @@ def grpo_jsonl() -> Controller.Config:
             engine=EngineConfig(max_model_len=512, kv_cache_gib=1.0),
         ),
         trainer=Trainer.Config(
-            optimizer=OptimizerConfig(lr=5e-6), lr_scheduler=constant_lr(warmup_steps=5)
+            optimizer=OptimizerConfig(lr=5e-6),
+            lr_scheduler=constant_lr(warmup_steps=5),
+            tokens_per_microbatch=2048,  # what a laptop has the memory for
         ),
         evaluation=EvaluationConfig(every=20, prompts=50),
     )
