@@ -2,18 +2,23 @@
 
 import json
 import os
+import re
 import time
+from pathlib import Path
 
 import cloudpickle
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchtitan_rl import train
 from torchtitan_rl.tasks.answers import AnswerReward
 from torchtitan_rl.tasks.jsonl import Jsonl, shuffled
 from torchtitan_rl.tasks.mixture import Mixture
 from torchtitan_rl.tasks.task import is_heldout
 from torchtitan_rl.types import Completion, Rollout
+
+ROOT = Path(__file__).parents[2]
 
 
 def write(path, lines):
@@ -238,6 +243,39 @@ def test_files_can_be_mixed(file, tmp_path):
     tasks = {mixture.train_example(index).task for index in range(20)}
     assert tasks == {"jsonl", "more"}
     assert len(mixture.heldout_examples(10)) == 10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("", "task 'jsonl' has no file: set its path, as in --task.path my.jsonl"),
+        ("--task.path nowhere.jsonl", "there is no file .*/nowhere.jsonl"),
+        ("--task.path bad.jsonl", r"bad.jsonl has 2 bad lines of 3:\n line 2: .*\n line 3: "),
+        ("--task.path sums.jsonl --task.answer_field target", "and 190 more"),
+        ("--task.path sums.jsonl", "set evaluation.prompts to [0-9]+, or raise"),
+        ("--task.path sums.jsonl --task.heldout_share 0.4", None),
+        ("--task.path sums.jsonl --task.heldout_share 2", "heldout_share must be in"),
+        ("--task.path sums.jsonl --task.reward.name numreic", "did you mean 'numeric'"),
+        ("--task.path sums.jsonl --task.reward.kwargs tolerance 1", "it takes ignore_case"),
+        ("--task.path long.jsonl --task.heldout_share 0.4", r"long.jsonl, line 7: 6.. tokens"),
+    ],
+)
+def test_a_recipe_with_overrides_is_checked_before_the_run(
+    file, tmp_path, monkeypatch, tiny_model, capsys, arguments, said
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.jsonl").write_text(f"{json.dumps(sums([1])[0])}\nnot json\n[]\n")
+    long = {"question": "x" * 600, "answer": "y"}
+    write(tmp_path / "long.jsonl", [*sums(range(6)), long, *sums(range(6, 200))])
+    command = ["--config", "grpo_jsonl", "--module", str(ROOT / "config_registry.py")]
+    command += ["--model", str(tiny_model), *arguments.split()]
+    if said is None:
+        train.check(train.parse(command))
+        return
+    with pytest.raises((ValueError, SystemExit)) as error:
+        train.check(train.parse(command))
+    shown = capsys.readouterr()  # where tyro says what it refuses
+    assert re.search(said, re.sub(r"[│ ]+", " ", f"{error.value}{shown.out}{shown.err}"))
 
 
 def test_a_hundred_thousand_lines_are_no_burden(tmp_path):
