@@ -11,7 +11,7 @@ export TORCHTITAN_RL_PLATFORM := $(PLATFORM)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test bench integration format clean
+.PHONY: help install model train test bench integration format clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -22,6 +22,9 @@ install: ## Make .venv with everything needed; does nothing when it is up to dat
 # `exec`: no shell is left between make and python.
 train: install ## Train: make train CONFIG=<recipe> ARGS='--steps 20'
 	@exec $(PY) -m torchtitan_rl.train --config $(CONFIG) $(ARGS)
+
+model: install ## Make SmolLM2-135M-Instruct, a small real model, in outputs/models; fetches 90 MB once.
+	@exec $(PY) -m torchtitan_rl.models.smollm2 $(ARGS)
 
 test: install ## Lint, format check, type check and tests: make test ARGS='-k name'
 	@$(PY) -m ruff check .

@@ -17,6 +17,7 @@ from torchtitan_rl.controller import Controller
 from torchtitan_rl.models.mesh import Parallelism
 from torchtitan_rl.rollout import RolloutConfig
 from torchtitan_rl.tasks.calculator import Calculator
+from torchtitan_rl.tasks.jsonl import Jsonl
 from torchtitan_rl.tasks.mixture import Mixture
 from torchtitan_rl.tasks.spelling import Spelling
 from torchtitan_rl.tasks.sum_digits import SumDigits
@@ -92,6 +93,26 @@ def echo_calculator_tiny() -> Controller.Config:
         ),
         rollout=RolloutConfig(max_turns=4),
         evaluation=EvaluationConfig(every=10, prompts=150),
+    )
+
+
+def grpo_jsonl() -> Controller.Config:
+    """GRPO on questions and answers of your own: --task.path my.jsonl --model models/<folder>."""
+    return Controller.Config(
+        model="outputs/models/SmolLM2-135M-Instruct",  # of `make model`
+        task=Jsonl.Config(),
+        steps=100,
+        prompts_per_step=16,
+        generator=VLLMGenerator.Config(
+            sampling=SamplingConfig(n=8, max_tokens=128),
+            engine=EngineConfig(max_model_len=512, kv_cache_gib=1.0),
+        ),
+        trainer=Trainer.Config(
+            optimizer=OptimizerConfig(lr=5e-6),
+            lr_scheduler=constant_lr(warmup_steps=5),
+            tokens_per_microbatch=2048,  # what a laptop has the memory for
+        ),
+        evaluation=EvaluationConfig(every=20, prompts=50),
     )
 
 

@@ -3,8 +3,10 @@
 import ast
 import asyncio
 import inspect
+import json
 import math
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -46,6 +48,27 @@ def test_the_task_and_the_recipe_train_from_a_folder_of_their_own(tmp_path):
     rows = read_metrics(folder / "metrics.jsonl")
     assert rows[-1]["eval/accuracy"] > rows[0]["eval/accuracy"] + 0.2
     assert (folder / "model" / "model.safetensors").is_file()
+
+
+def test_the_file_of_questions_trains(tmp_path, tiny_model):
+    subprocess.run([sys.executable, "-c", block("sums.py")], cwd=tmp_path, check=True)
+    command = next(line for line in README.splitlines() if "--task.path sums.jsonl" in line)
+    # A random model hits a number now and then.
+    small = f"""--model {tiny_model} --steps 2 --task.reward.format_reward 0.1
+        --generator.sampling.max_tokens 16 --generator.engine.kv_cache_gib 0.1
+        --evaluation.prompts 20 --run_name questions"""
+    run = subprocess.run(
+        [sys.executable, *shlex.split(command)[1:], *small.split()],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    rows = read_metrics(tmp_path / "outputs/questions/metrics.jsonl")
+    assert 0 < rows[0]["reward/jsonl/mean"] < 1
+    config = json.loads((tmp_path / "outputs/questions/config.json").read_text())
+    assert config["task"]["path"] == str(tmp_path / "sums.jsonl")
 
 
 def test_the_loss_of_ones_own_is_taken(tmp_path, monkeypatch):
@@ -101,7 +124,7 @@ def test_the_mixture_can_be_made(monkeypatch):
 )
 def test_the_commands_are_understood(command, monkeypatch):
     monkeypatch.chdir(ROOT)
-    assert train.parse(command.split()) is not None
+    assert train.parse(shlex.split(command)) is not None
 
 
 async def test_the_notebook_example_runs(tmp_path, monkeypatch, capsys):

@@ -27,13 +27,16 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def check_arguments(
-    name: str, function: Callable, kwargs: Mapping[str, object], *, what: str
+    name: str, function: Callable, kwargs: Mapping[str, object], *, what: str, positional: int = 1
 ) -> None:
-    """Refuse keyword arguments the function does not take, before anything calls it."""
+    """Refuse keyword arguments the function does not take, before anything calls it.
+
+    `positional` is how many arguments it is given besides.
+    """
     try:
-        inspect.signature(function).bind(None, **kwargs)
+        inspect.signature(function).bind(*[None] * positional, **kwargs)
     except TypeError as error:
-        taken = list(inspect.signature(function).parameters)[1:]
+        taken = list(inspect.signature(function).parameters)[positional:]
         raise ValueError(
             f"{what} {name!r} cannot take kwargs {dict(kwargs)}: {error}; it takes "
             f"{', '.join(taken) or 'none'}"

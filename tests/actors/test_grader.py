@@ -6,6 +6,8 @@ from monarch.actor import ActorError
 from tests.support import LowTokens
 from torchtitan_rl.actors.grader import Grader, RewardError, Ungraded
 from torchtitan_rl.actors.spawn import spawn_grader
+from torchtitan_rl.tasks.answers import AnswerReward
+from torchtitan_rl.tasks.jsonl import Jsonl
 from torchtitan_rl.tasks.sum_digits import SumDigits
 from torchtitan_rl.types import Completion
 
@@ -41,6 +43,24 @@ async def test_scores_a_group_in_order(sums):
 async def test_plain_floats_are_rewards_too(low_tokens):
     scored = await low_tokens.score.call_one([completion("a"), completion("b", (1, 2))], None)
     assert [(s.reward, s.correct) for s in scored] == [(0.5, False), (1.0, True)]
+
+
+async def test_a_file_of_questions_is_graded_without_the_file(tmp_path, monkeypatch):
+    (tmp_path / "rewards_of_mine.py").write_text("def one_of(a, b, *, by=1): return (a in b) / by")
+    monkeypatch.syspath_prepend(tmp_path)
+    reward = AnswerReward(name="rewards_of_mine:one_of", kwargs={"by": 2.0}, marker="Answer:")
+    task = Jsonl.Config(path=str(tmp_path / "on_another_machine.jsonl"), reward=reward)
+    spawned = await spawn_grader(Grader.Config(), task)
+    try:
+        texts = ["Hm. Answer: a", "Answer: c", "a"]
+        scored = await spawned.actor.score.call_one([completion(t) for t in texts], ["a", "b"])
+        assert [s.reward for s in scored] == [0.5, 0.0, 0.0]
+        with pytest.raises(
+            ActorError, match=r"rewards_of_mine:one_of' raised TypeError.*mine\.py:1"
+        ):
+            await spawned.actor.score.call_one([completion("Answer: a")], 5)
+    finally:
+        await spawned.stop()
 
 
 @pytest.mark.parametrize(

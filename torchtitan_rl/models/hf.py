@@ -86,7 +86,7 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
     if not path.is_file():
         raise ModelFolderError(
             f"no config.json in {str(folder)!r}: point `model` at a Hugging Face model folder "
-            "(config.json, *.safetensors, tokenizer files)"
+            "(config.json, *.safetensors, tokenizer files); `make model` makes a small one"
         )
     try:
         config = json.loads(path.read_text())

@@ -7,7 +7,7 @@ A task is a class with three methods and a nested `Config`; see `sum_digits.py` 
 import hashlib
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -113,6 +113,11 @@ class Task(Configurable, ABC):
 
         A plain float is a reward with no parts that counts as correct from 1.0 up.
         """
+
+    def all_examples(self) -> Iterable[tuple[str, Example]]:
+        """All examples of a task that has only so many, each with where it is from, so that one
+        that is too long is found before the run. None: there is no end of them."""
+        return ()
 
     def answer(self, messages: list[Message], state: dict[str, Any]) -> list[Message]:
         """What the model is told next when it has called no tool; nothing ends the conversation.

@@ -1,0 +1,188 @@
+"""What an answer is worth: found in a completion, then compared with the one expected."""
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any
+
+from torchtitan_rl.plugins import check_arguments, resolve, told
+from torchtitan_rl.tasks.task import Reward
+
+RewardFn = Callable[..., "Reward | float"]
+
+LONGEST_NUMBER = 400
+"""Characters of a number; Python takes long over what is much longer, and nobody means it."""
+
+_WHOLE = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
+_DECIMAL = rf"(?:{_WHOLE}(?:\.[0-9]+)?|\.[0-9]+)"
+_NUMBER = re.compile(
+    # A minus behind a word, a digit or a bracket is a hyphen or a subtraction: 10-20, (a)-3.
+    r"(?:(?<![\w)\]}^.])[-−+])?"
+    # Not within a word or an exponent: of "12 m2" and "12 m^-2" the number is 12.
+    r"(?<![A-Za-z0-9_^])(?<!\^[-−])"
+    # A fraction, unless it is a date; else an exponent may follow that is short enough to compute.
+    rf"(?:(?<!/){_DECIMAL}/[0-9]+(?![/0-9]|\.[0-9])|{_DECIMAL}(?:[eE][-+]?[0-9]{{1,3}}(?![0-9]))?)"
+)
+
+
+def last_number(text: str) -> Fraction | None:
+    """The last number in a text, exactly; commas are those of thousands, units do not matter.
+
+    Example:
+        >>> last_number("So 3 boxes cost $1,234.50.")
+        Fraction(2469, 2)
+        >>> last_number("it is -3/4 m^2")
+        Fraction(-3, 4)
+        >>> last_number("none") is None
+        True
+    """
+    written = _NUMBER.findall(text)[-1:]
+    if not written or len(written[0]) > LONGEST_NUMBER:
+        return None
+    above, _, below = written[0].replace(",", "").replace("−", "-").partition("/")
+    return Fraction(above) / int(below or 1) if int(below or 1) else None
+
+
+def exact(answer: str, expected: Any, *, ignore_case: float = 0) -> float:
+    """1 for the same text, apart from white space around it; with `ignore_case 1`, in any case."""
+    said, wanted = answer.strip(), str(expected).strip()
+    return float(said.casefold() == wanted.casefold() if ignore_case else said == wanted)
+
+
+def numeric(answer: str, expected: Any, *, tolerance: float = 1e-6, relative: float = 0.0) -> float:
+    """1 if the last numbers of both differ by at most `tolerance`, or by the share `relative`."""
+    said, wanted = last_number(answer), last_number(str(expected))
+    if said is None or wanted is None:
+        return 0.0
+    return float(abs(said - wanted) <= max(Fraction(tolerance), Fraction(relative) * abs(wanted)))
+
+
+REWARDS: dict[str, RewardFn] = {"exact": exact, "numeric": numeric}
+
+
+@dataclass(kw_only=True, slots=True)
+class AnswerReward:
+    """Finds the answer in a completion and compares it with the one expected: 1 if it is right.
+
+    Example:
+        >>> AnswerReward(name="numeric", marker="Answer:")("6 x 7. Answer: 42 km", "42").value
+        1.0
+    """
+
+    name: str = "exact"
+    """exact, numeric, or `package.module:function` of your own: it takes the answer and the
+    expected one, and returns a number, or a Reward."""
+    kwargs: dict[str, float | str] = field(default_factory=dict)
+    """Keyword arguments of the function: `ignore_case 1` of exact, `tolerance 0.01` or
+    `relative 0.01` of numeric."""
+    marker: str = ""
+    """The answer is the line behind the last of these, such as `Answer:`; empty: it is all that the
+    model says."""
+    pattern: str = ""
+    """The answer is where this regular expression matches last, or its group if it has one; in
+    place of a marker."""
+    format_reward: float = 0.0
+    """Besides, for an answer in the form that is asked for, right or wrong."""
+
+    def __post_init__(self) -> None:
+        function = resolve(self.name, REWARDS, what="reward")
+        check_arguments(self.name, function, self.kwargs, what="reward", positional=2)
+        for name in ("tolerance", "relative", "ignore_case"):
+            value = self.kwargs.get(name, 0.0)
+            if self.name in REWARDS and not (isinstance(value, float | int) and 0 <= value < 1e308):
+                raise ValueError(
+                    f"{name} of task.reward.kwargs must be a number from 0 up; got {value!r}"
+                )
+        if self.marker and self.pattern:
+            raise ValueError("task.reward.marker and task.reward.pattern exclude each other")
+        self._check_pattern()
+        if not 0 <= self.format_reward < math.inf:
+            raise ValueError(
+                f"task.reward.format_reward must be 0 or more; got {self.format_reward}"
+            )
+        if self.format_reward and not (self.marker or self.pattern or self.name == "numeric"):
+            raise ValueError(
+                "task.reward.format_reward: any text has the form that is asked for; set "
+                "task.reward.marker or task.reward.pattern"
+            )
+
+    def _check_pattern(self) -> None:
+        try:
+            groups = re.compile(self.pattern).groups
+        except re.error as error:
+            raise ValueError(
+                f"task.reward.pattern {self.pattern!r} is no regular expression: {error}"
+            ) from error
+        if groups > 1:
+            raise ValueError(
+                f"task.reward.pattern {self.pattern!r} has {groups} groups; mark the answer with "
+                "one, and write the others as (?:...)"
+            )
+
+    @property
+    def own(self) -> bool:
+        """Whether it is a function of the user's."""
+        return self.name not in REWARDS
+
+    def find(self, text: str) -> str | None:
+        """The answer in a text, if it is there in the form that is asked for."""
+        found = self._located(text)
+        if found is not None and self.name == "numeric" and last_number(found) is None:
+            return None
+        return found
+
+    def expected(self, answer: Any) -> Any:
+        """An answer of the file, read in the same way where it has that form: files often have
+        the working, a marker, and then the answer."""
+        if not isinstance(answer, str) or self.own:
+            return answer
+        return self._located(answer) or answer
+
+    def _located(self, text: str) -> str | None:
+        if self.marker:
+            _, marker, behind = text.rpartition(self.marker)
+            return next(iter(behind.strip().splitlines()), "").strip() or None if marker else None
+        return _last_match(self.pattern, text) if self.pattern else text.strip()
+
+    def __call__(self, text: str, expected: Any) -> Reward:
+        """What a completion is worth; an answer that is not found is worth nothing."""
+        answer = self.find(text)
+        if answer is None:
+            return Reward(0.0, False, {self.part: 0.0, "format": 0.0})
+        worth = self.compare(answer, expected)
+        parts = {**worth.parts, "format": self.format_reward}
+        return Reward(worth.value + self.format_reward, worth.correct, parts)
+
+    def compare(self, answer: str, expected: Any) -> Reward:
+        """What an answer is worth, its form aside; an error names the function and its line."""
+        function = resolve(self.name, REWARDS, what="reward")
+        try:
+            worth = function(answer, self.expected(expected), **self.kwargs)
+        except Exception as error:
+            said = told(error, self.name.partition(":")[0])
+            raise ValueError(f"reward {self.name!r} {said}") from error
+        if isinstance(worth, Reward):
+            return worth
+        if not isinstance(worth, bool | int | float) or not math.isfinite(worth):
+            raise ValueError(f"reward {self.name!r} returned {worth!r}; expected a finite number")
+        return Reward(float(worth), worth >= 1.0, {self.part: float(worth)})
+
+    @property
+    def part(self) -> str:
+        """What the log calls it."""
+        return self.name.rpartition(":")[2]
+
+
+@lru_cache(maxsize=16)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern)
+
+
+def _last_match(pattern: str, text: str) -> str | None:
+    found = None
+    for match in _compiled(pattern).finditer(text):
+        found = match[match.re.groups]
+    return found.strip() or None if found else None
