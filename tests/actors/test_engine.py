@@ -150,7 +150,7 @@ def test_an_engine_by_itself_shares_cancels_and_dies_in_order(tiny_model):
     assert run.returncode == 0, run.stderr[-3000:]
     died = "EngineDiedError"
     wrong = "WrongWeightsError"
-    refused = [wrong, wrong, wrong, wrong, "WeightSyncError"]
+    refused = [wrong, wrong, wrong, wrong, "StaleHandleError"]
     assert run.stdout.split()[-10:] == [died, *refused, died, died, died, "closed"], run.stdout
     # Each error names the tensor.
     for said in ("'model.norm.weight' of shape (127,)", "lack 'model.norm.weight'", "have 'more'"):

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.runs.test_async_runs import config_for, steps
+from torchtitan_rl.controller import Controller
 from torchtitan_rl.weight_sync.handle import WrongWeightsError
 
 
@@ -94,3 +95,28 @@ async def test_an_evaluation_waits_for_the_newest_weights(tmp_path, tiny_model):
     await steps(config, 3, watch)
     assert [trained for trained, _ in seen][-2:] == [1, 2]
     assert all(trained == served for trained, served in seen)
+
+
+@pytest.mark.parametrize(("off", "dtype"), [(0.002, "float32"), (0.6, "bfloat16")])
+async def test_generators_that_serve_other_weights_are_found_out(tmp_path, tiny_model, off, dtype):
+    config = simulated(tmp_path, tiny_model, ahead=1, pull=0.0)
+    engine = replace(config.generator.engine, dtype=dtype)
+    config = replace(config, check_weights=True, generator=replace(config.generator, engine=engine))
+
+    async def spoil(controller):
+        async def measure(episodes):
+            assert {tuple(e.prompt_token_ids) for e in episodes} == {tuple(controller.sync._probe)}
+            return {"mismatch/all/max": off if controller.sync.version else 0.0}
+
+        controller.sync._measure = measure
+        await asyncio.Event().wait()
+
+    async with asyncio.timeout(60):
+        controller = Controller(config)
+        spoiling = asyncio.ensure_future(spoil(controller))
+        await asyncio.sleep(0)
+        with pytest.raises(WrongWeightsError, match=rf"version 1 .* are off by {off}"):
+            async with controller:
+                await controller.step(0)
+        spoiling.cancel()
+    assert controller.sync.metrics == {}
