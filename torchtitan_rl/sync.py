@@ -71,7 +71,7 @@ class WeightSync:
     async def done(self) -> None:
         """Wait until the generators serve what was last begun."""
         if self._task is not None:
-            await self._task
+            await asyncio.shield(self._task)  # who stops waiting does not stop it
 
     async def close(self) -> None:
         if self._task is not None:
@@ -94,8 +94,7 @@ class WeightSync:
             self._transport, why = choose_transport(
                 self._config.trainer.weight_sync, self._crew.hosts
             )
-            if self._transport != "shm":  # nothing to know about the usual case
-                console.print(why, markup=False)
+            console.print(why, markup=False)
         dtype = resolve_dtype(self._config.generator.engine.dtype)
         publish = self._crew.trainer.actor.publish_weights.call(
             transport=self._transport, dtype=getattr(torch, dtype)
