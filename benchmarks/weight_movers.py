@@ -13,6 +13,7 @@ from monarch.actor import Actor, endpoint
 from torchtitan_rl.weight_sync.handle import WeightHandle, whole_tensors
 from torchtitan_rl.weight_sync.rdma import Inbox
 from torchtitan_rl.weight_sync.reading import open_snapshot
+from torchtitan_rl.weight_sync.snapshot import Publisher
 from torchtitan_rl.weight_sync.transport import make_publisher
 
 ROUNDS = 7
@@ -56,6 +57,7 @@ class Writer(Actor):
             name: torch.randn(shape).to(dtype) for name, shape in shapes(*sizes).items()
         }
         self._version = 0
+        self._publisher: Publisher | None = None
 
     @endpoint
     async def memcpy(self) -> float:
@@ -67,6 +69,8 @@ class Writer(Actor):
     @endpoint
     async def open(self, transport: str, checksums: bool) -> None:
         threads = torch.get_num_threads()
+        if self._publisher is not None:
+            self._publisher.close()
         self._publisher = make_publisher(transport, checksums=checksums, threads=threads)
 
     @endpoint

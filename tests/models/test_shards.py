@@ -18,6 +18,7 @@ import json, sys
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from tests.models.support import forward
 from torchtitan_rl.models.checkpoint import load_hf
 from torchtitan_rl.models.mesh import Parallelism
 from torchtitan_rl.models.parallel import build_parallel_model
@@ -37,9 +38,12 @@ for folder in sys.argv[2:]:
         parallelism = Parallelism(**dict(zip(names, degrees)))
         model, _ = build_parallel_model(
             spec, parallelism, dtype="float32", activation_checkpoint="full")
+        weights = LocalWeights(model, spec, adapter)
         load_hf(model, adapter, folder)
+        with torch.no_grad():  # after which FSDP leaves some parameters gathered
+            forward(model, torch.arange(12).view(1, 12))
         publisher = make_publisher("shm")
-        handle = publisher.publish(LocalWeights(model, spec, adapter).shards(), version=0)
+        handle = publisher.publish(weights.shards(), version=0)
         handles = [None] * dist.get_world_size()
         dist.all_gather_object(handles, handle)
         if dist.get_rank() == 0:

@@ -22,10 +22,10 @@ def slot(name, rows=(0, 4), of=4, changed=1, dtype=torch.float32):
     return Slot(name, (of, 8), (first, 0), shape, dtype, 0, 32 * (last - first), changed)
 
 
-def handle(*parts, version=1, transport="shm", publishers=None):
+def handle(*parts, version=1, number=1, transport="shm", publishers=None):
     publishers = publishers or range(len(parts))
-    made = tuple(Part(p, None, tuple(slots)) for p, slots in zip(publishers, parts, strict=True))
-    return WeightHandle(version, transport, made)
+    made = (Part(p, number, None, tuple(slots)) for p, slots in zip(publishers, parts, strict=True))
+    return WeightHandle(version, transport, tuple(made))
 
 
 def test_ranks_that_have_all_of_every_tensor_between_them_merge():
@@ -43,6 +43,8 @@ def test_ranks_that_have_all_of_every_tensor_between_them_merge():
         ([handle([slot("w")]), handle([], transport="file")], WeightSyncError, "shm.*file"),
         ([handle([slot("w", (0, 3))])], WrongWeightsError, "'w' has 32 elements.*24 of them"),
         ([handle([slot("w")]), handle([slot("w")])], WrongWeightsError, "64 of them"),
+        ([handle([slot("w", (0, 2)), slot("w", (1, 3))])], WrongWeightsError, "do not fit: w.0, 0"),
+        ([handle([slot("w", (3, 5)), slot("w", (0, 2))])], WrongWeightsError, "do not fit"),
         (
             [handle([slot("w", (0, 2))]), handle([slot("w", (2, 4), of=5)])],
             WrongWeightsError,
@@ -85,23 +87,23 @@ TENSORS = [
     ],
 )
 def test_what_changed_is_loaded_with_what_an_engine_keeps_in_one_piece_with_it(changed, loaded):
-    served = handle([slot(name) for name in TENSORS], version=4)
+    served = handle([slot(name) for name in TENSORS], number=4)
     slots = [slot(name, changed=6 if name in changed else 3) for name in TENSORS]
-    assert handle(slots, version=7).changed_since(served) == set(loaded)
+    assert handle(slots, number=7).changed_since(served) == set(loaded)
 
 
 @pytest.mark.parametrize(
     "served",
     [
         None,
-        handle([slot("w")], version=9),  # going back: what changed since is not known
-        handle([slot("w")], version=4, publishers=[99]),  # another trainer's versions
-        handle([slot("w")], [], version=4),  # another number of ranks
+        handle([slot("w")], number=9),  # going back: what changed since is not known
+        handle([slot("w")], number=4, publishers=[99]),  # another trainer's
+        handle([slot("w")], [], number=4),  # another number of ranks
     ],
     ids=["nothing", "newer", "another trainer", "more ranks"],
 )
 def test_who_serves_something_else_loads_everything(served):
-    assert handle([slot("w", changed=2)], version=7).changed_since(served) == {"w"}
+    assert handle([slot("w", changed=2)], number=7).changed_since(served) == {"w"}
 
 
 EXPECTED = {"model.norm.weight": (4, 8), "lm_head.weight": (4, 8)}
@@ -123,6 +125,12 @@ def test_a_snapshot_of_another_model_is_refused_by_name(published, tied, said):
 def test_a_snapshot_of_other_shapes_is_refused_by_name():
     with pytest.raises(WrongWeightsError, match=r"'model.norm.weight' of shape \(5, 8\).*\(4, 8\)"):
         check_model(handle([slot("model.norm.weight", of=5)]), EXPECTED, tied=True)
+
+
+def test_weights_that_are_no_numbers_with_a_point_are_refused_by_name():
+    counted = slot("model.norm.weight", dtype=torch.int8)
+    with pytest.raises(WrongWeightsError, match=r"'model.norm.weight' as torch.int8"):
+        check_model(handle([counted]), EXPECTED, tied=True)
 
 
 @pytest.mark.parametrize("published", [["model.norm.weight"], [*EXPECTED]])

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from torchtitan_rl.weight_sync import shm
 from torchtitan_rl.weight_sync.handle import (
     Shard,
     StaleHandleError,
@@ -45,7 +46,7 @@ def publisher(transport, tmp_path):
     publisher = make_publisher(transport, folder=tmp_path / "weights", threads=2)
     yield publisher
     publisher.close()
-    assert not (tmp_path / "weights").exists()
+    assert not list(tmp_path.glob("weights*"))
 
 
 def weights(value, size=50_000):
@@ -236,29 +237,30 @@ def test_an_old_buffer_that_is_being_read_is_left_to_its_reader():
 class Schedule:
     """A publisher and its readers, in any order; what each reader must see is known."""
 
-    def __init__(self):
-        self.publisher = make_publisher("shm")
+    def __init__(self, checksums):
+        self.publisher = make_publisher("shm", checksums=checksums)
         self.live = {name: torch.zeros(40) for name in "abcd"}
         self.handles, self.values, self.readers = [], [], []
 
-    def publish(self, changed):
-        version = len(self.handles)
+    def publish(self, how):
+        changed, version = how  # any version: it may be published twice, or an older one again
         for name in changed:
-            self.live[name][version % 40] += 1
+            self.live[name][len(self.handles) % 40] += 1
         handle = self.publisher.publish(whole_tensors(self.live.items()), version)
-        before = self.values[-1] if self.values else {}
         self.handles.append(handle)
         self.values.append({name: t.clone() for name, t in self.live.items()})
-        for slot in handle.slots:
-            same = before and torch.equal(before[slot.name], self.live[slot.name])
-            assert (slot.changed < version) == bool(same)
+        for older, values in zip(self.handles, self.values, strict=True):
+            differ = {n for n, t in self.live.items() if not torch.equal(values[n], t)}
+            assert differ <= handle.changed_since(older)
+        if len(self.handles) > 1:
+            assert handle.changed_since(self.handles[-2]) == set(changed)
 
     def open(self, back):
-        version = len(self.handles) - 1 - back
-        if version < 0:
+        number = len(self.handles) - 1 - back
+        if number < 0:
             return
         try:
-            self.readers.append((version, open_snapshot(self.handles[version])))
+            self.readers.append((number, open_snapshot(self.handles[number])))
         except StaleHandleError:
             assert back >= 2  # the two newest can always be read
 
@@ -267,25 +269,25 @@ class Schedule:
             self.readers.pop(number % len(self.readers))[1].close()
 
     def check(self):
-        for version, reader in self.readers:
+        for number, reader in self.readers:
             reader.verify()
             for name, tensor in reader.tensors():
-                assert torch.equal(tensor, self.values[version][name])
+                assert torch.equal(tensor, self.values[number][name])
 
 
 STEPS = st.one_of(
-    st.tuples(st.just("publish"), st.sets(st.sampled_from("abcd"))),
+    st.tuples(st.just("publish"), st.tuples(st.sets(st.sampled_from("abcd")), st.integers(0, 5))),
     st.tuples(st.just("open"), st.integers(0, 4)),
     st.tuples(st.just("close"), st.integers(0, 4)),
 )
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(STEPS, max_size=30))
-def test_whoever_reads_whatever_and_however_long_sees_one_version(steps):
-    schedule = Schedule()
+@given(st.lists(STEPS, max_size=30), st.booleans())
+def test_whoever_reads_whatever_and_however_long_sees_one_version(steps, checksums):
+    schedule = Schedule(checksums)
     try:
-        schedule.publish("abcd")
+        schedule.publish(("abcd", 0))
         for what, argument in steps:
             getattr(schedule, what)(argument)
             schedule.check()
@@ -302,21 +304,22 @@ def test_what_did_not_change_is_neither_copied_nor_hashed_again(publisher):
     for version in range(4):
         trained += 1
         handles.append(publish(publisher, named, version))
-    assert [s.changed for s in handles[-1].slots] == [0, 3]
+    assert [s.changed for s in handles[-1].slots] == [1, 4]
     assert handles[-1].changed_bytes == trained.numel() * 4
     assert handles[-1].changed_since(handles[0]) == {"trained"}
     # Where the next one goes, a mark stays if nobody writes over it.
     older = publisher._older
     [offset] = [slot.offset for slot in older.slots if slot.name == "frozen"]
     older.buffer.data[offset] ^= 1
-    publish(publisher, named, version=4)
+    marked = publish(publisher, named, version=4)
     assert older.buffer.data[offset] != frozen[:1].view(torch.uint8)[0]
+    assert marked.slots[0].checksum == handles[0].slots[0].checksum
 
 
 def test_a_file_is_a_safetensors_file(tmp_path):
     publisher = make_publisher("file", folder=tmp_path / "weights")
     handle = publish(publisher, weights(4), version=2)
-    [file] = (tmp_path / "weights").iterdir()
+    [file] = tmp_path.glob("weights-*/*")
     assert str(file) == handle.parts[0].location.path
     assert torch.equal(load_file(file)["w"], torch.full((50_000,), 4.0))
     publisher.close()
@@ -325,8 +328,8 @@ def test_a_file_is_a_safetensors_file(tmp_path):
 def test_files_of_old_versions_are_removed_and_a_broken_one_is_named(tmp_path):
     publisher = make_publisher("file", folder=tmp_path / "weights")
     handles = [publish(publisher, weights(v), version=v) for v in range(5)]
-    files = sorted(file.name for file in (tmp_path / "weights").iterdir())
-    assert files == ["version-3.safetensors", "version-4.safetensors"]
+    files = sorted(file.name for file in tmp_path.glob("weights-*/*"))
+    assert files == ["4-version-3.safetensors", "5-version-4.safetensors"]
     Path(handles[4].parts[0].location.path).write_bytes(b"not a safetensors file")
     with pytest.raises(WeightSyncError, match=r"cannot read the weights in .*version-4"):
         open_snapshot(handles[4])
@@ -359,3 +362,42 @@ def test_close_frees_the_buffers():
     for handle in handles:
         assert not Path(f"/proc/self/fd/{handle.parts[0].location.fd}").exists()
     publisher.close()
+
+
+def test_the_same_version_published_again_with_other_weights_is_another_snapshot(publisher):
+    first = publish(publisher, weights(1), version=3)
+    second = publish(publisher, weights(2), version=3)
+    assert second.changed_since(first) == {"w", "b"}
+    third = publish(publisher, weights(3), version=3)
+    assert_holds(second, 2)
+    assert_holds(third, 3)
+    with pytest.raises(StaleHandleError, match="weights version 3"):
+        open_snapshot(first)
+    after = publish(publisher, weights(2), version=4)
+    assert after.changed_since(third) == {"w", "b"}
+    assert_holds(after, 2)
+
+
+def test_two_runs_may_have_the_same_folder(tmp_path):
+    one, other = (make_publisher("file", folder=tmp_path / "weights") for _ in range(2))
+    handles = [publish(p, weights(v), version=7) for v, p in enumerate((one, other))]
+    other.close()
+    assert_holds(handles[0], 0)
+    one.close()
+
+
+def test_every_rank_keeps_its_mappings_warm():
+    ranks = [make_publisher("shm") for _ in range(6)]
+    for version in range(2, 4):
+        for rank in ranks:
+            read(publish(rank, weights(version), version))
+    known = set(shm._mappings)
+    for rank in ranks:
+        read(publish(rank, weights(9), version=9))
+    assert set(shm._mappings) == known
+    for rank in ranks:
+        rank.close()
+    late = make_publisher("shm")
+    read(publish(late, weights(1), version=0))
+    assert not known & set(shm._mappings)  # nobody keeps the memory of what was given up
+    late.close()

@@ -1,6 +1,7 @@
 """One process publishes, several read: real actors, the same tests for every transport."""
 
 import asyncio
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -85,6 +86,24 @@ async def test_damaged_bytes_are_refused_by_name(writer, readers):
         assert_equal(await readers[0].read.call_one(handle), version)
 
 
+async def test_a_reader_outlives_ranks_of_which_one_is_ahead(writer, readers, transport, tmp_path):
+    spawned = await start(Writer, transport, str(tmp_path / "weights"), SIZE)
+
+    async def publish(actor, versions):
+        return [await actor.publish.call_one(version, version) for version in versions]
+
+    async def ranks(versions):
+        """As if each had half of the tensors."""
+        one, two = await asyncio.gather(publish(writer, (40, 41)), publish(spawned.actor, versions))
+        return replace(one[-1], parts=(*one[-1].parts, *two[0].parts))
+
+    with pytest.raises(ActorError, match="StaleHandleError: weights version 41"):
+        await readers[0].read.call_one(await ranks((41, 42, 43)))
+    [handle] = await publish(writer, (44,))
+    assert_equal(await readers[0].read.call_one(handle), 44)
+    await spawned.stop()
+
+
 @pytest.mark.parametrize(
     ("held", "blocks"),
     [(-1, {0, 1, 2, 3}), (0, {0, 1, 2, 3}), (1, {1, 3}), (2, {3}), (3, set())],
@@ -109,7 +128,7 @@ async def test_a_writer_that_is_gone_is_an_error_and_not_a_wait(transport, reade
     with pytest.raises(ActorError, match=r"WeightSyncError|StaleHandleError"):
         await readers[1].read.call_one(handle)
     await spawned.stop()
-    assert not (tmp_path / "weights").exists()
+    assert not list(tmp_path.glob("weights*"))
 
 
 @pytest.mark.parametrize(

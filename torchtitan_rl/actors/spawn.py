@@ -31,6 +31,7 @@ from torchtitan_rl.observability.console import console
 from torchtitan_rl.platform import worker_env
 from torchtitan_rl.platform.worker_main import LOG_VARIABLE
 from torchtitan_rl.tasks.task import Task
+from torchtitan_rl.weight_sync.file import JANITOR
 
 STOP_SECONDS = 0.5
 """How long processes get to end by themselves."""
@@ -250,10 +251,14 @@ class Place(Actor):
 def end_all_processes() -> None:
     """For the end of a program: every process it has started is gone, and Monarch with them."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left to interrupt but this
-    family = psutil.Process().children(recursive=True)
-    for process in family:
+    janitors = []
+    for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
+            if JANITOR in process.cmdline():
+                janitors.append(process)  # it ends by itself, when it has cleaned up after the dead
+            else:
+                process.kill()
+    psutil.wait_procs(janitors, timeout=REAP_SECONDS)
     # Monarch would do this while the interpreter exits, and print a traceback if it is too slow.
     with contextlib.suppress(Exception):
         shutdown_context(host_timeout=0.3).get(timeout=1.0)

@@ -256,10 +256,10 @@ class Trainer(Actor, Configurable):
         """Snapshot what this rank has of the weights, under their HF names, in `dtype` or as they
         are. What is asked next starts meanwhile."""
         async with self._publishing:
-            taken = self._thread.submit(self._hold_weights)
-            shards, version = await asyncio.wrap_future(taken)
-            copied = self._copied
+            copied: Future[None] = Future()
             try:
+                taken = self._thread.submit(self._hold_weights, copied)
+                shards, version = await asyncio.wrap_future(taken)
                 return await asyncio.to_thread(
                     self._open_publisher(transport).publish,
                     shards,
@@ -271,19 +271,23 @@ class Trainer(Actor, Configurable):
                 if not copied.done():  # it never came to copying: the optimizer must not wait
                     copied.set_result(None)
 
-    def _hold_weights(self) -> tuple[list[Shard], int]:
-        """From now on the optimizer waits until they are copied."""
-        self._copied = Future()
-        return self.weights.shards(), self.state.policy_version
+    def _hold_weights(self, copied: "Future[None]") -> tuple[list[Shard], int]:
+        """The weights of now; the optimizer waits until they are copied."""
+        shards = self.weights.shards()
+        self._copied = copied
+        return shards, self.state.policy_version
 
     def _open_publisher(self, transport: Transport) -> Publisher:
+        if self._publisher is not None and self._publisher.transport != transport:
+            self._publisher.close()
+            self._publisher = None
         if self._publisher is None:
-            config = self.config.weight_sync
+            config, device = self.config.weight_sync, self.rank.device
             self._publisher = make_publisher(
                 transport,
                 folder=Path(config.folder or self._weights_folder) / f"rank-{dist.get_rank()}",
-                device=device_type(),
-                checksums=config.wants_checksums(transport),
+                device=str(device),
+                checksums=config.wants_checksums(transport, device.type),
                 threads=torch.get_num_threads(),
             )
         return self._publisher

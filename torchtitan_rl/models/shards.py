@@ -79,10 +79,15 @@ class LocalWeights:
     """
 
     def __init__(self, model: nn.Module, spec: ModelSpec, adapter: Any) -> None:
-        self._model = model
+        # Kept, not looked up each time: FSDP puts gathered ones into the model's place for a while.
+        # torchtitan's activation checkpointing wraps layers, and their names with them.
+        self._parameters = {
+            name.replace("_checkpoint_wrapped_module.", ""): parameter
+            for name, parameter in model.named_parameters()
+        }
         self._owned: list[Owned] = []
         origins = trace_rows(spec, adapter)
-        for name, parameter in self._parameters():
+        for name, parameter in self._parameters.items():
             if not _publishes(parameter):
                 continue
             local, start = _box(parameter)
@@ -93,14 +98,9 @@ class LocalWeights:
         """The live weights of now: copy them before the next optimizer step."""
         local = {
             name: p.to_local() if isinstance(p, DTensor) else p
-            for name, p in ((name, p.detach()) for name, p in self._parameters())
+            for name, p in ((name, p.detach()) for name, p in self._parameters.items())
         }
         return [owned.shard(local[owned.parameter]) for owned in self._owned]
-
-    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        for name, parameter in self._model.named_parameters():
-            # torchtitan's activation checkpointing wraps layers, and their names with them.
-            yield name.replace("_checkpoint_wrapped_module.", ""), parameter
 
 
 def _publishes(parameter: torch.Tensor) -> bool:

@@ -40,7 +40,7 @@ class FileBuffer:
         self._remove()
         return True
 
-    def seal(self, version: int, slots: Sequence[Slot]) -> FileLocation:
+    def seal(self, number: int, version: int, slots: Sequence[Slot]) -> FileLocation:
         self._folder.mkdir(parents=True, exist_ok=True)
         tensors = {
             str(slot): self.data[slot.offset : slot.offset + slot.nbytes]
@@ -48,7 +48,8 @@ class FileBuffer:
             .view(slot.shape)
             for slot in slots
         }
-        file = self._folder / f"version-{version}.safetensors"
+        # A version may be published twice.
+        file = self._folder / f"{number}-version-{version}.safetensors"
         half = file.with_suffix(".half-written")
         save_file(tensors, half, metadata={"format": "pt", "version": str(version)})
         half.rename(file)
@@ -99,16 +100,20 @@ class FileReader:
         del self._file
 
 
+JANITOR = "torchtitan_rl-janitor"
+
+
 class Janitor:
     """Removes a folder when this process ends, also by SIGKILL: its end of a pipe closes then."""
 
-    # The shell's child does the work: nobody's child any more, it outlives a kill of the family.
+    # The shell's child does the work: no child of this process any more, so it outlives a kill of
+    # all of them.
     # It reads from 3, because a shell gives those it does not wait for no standard input.
     _SCRIPT = 'exec 3<&0; { cat <&3 > /dev/null; rm -rf -- "$1"; } &'
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        command = ["sh", "-c", self._SCRIPT, "janitor", str(folder)]
+        command = ["sh", "-c", self._SCRIPT, JANITOR, str(folder)]
         # In a session of its own: the terminal's Ctrl-C is not for it.
         shell = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         self._pipe = shell.stdin

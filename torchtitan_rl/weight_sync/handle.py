@@ -4,6 +4,7 @@ The tensors never travel in actor messages (a message moves bytes at a twentieth
 Names are HF names, so any engine that loads an HF folder can read a snapshot.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -63,7 +64,7 @@ class Slot:
     """Of its first byte in the part."""
     nbytes: int
     changed: int = 0
-    """The version with which its bytes were last different."""
+    """The number of the publication with which its bytes were last different."""
     checksum: int | None = None
 
     @property
@@ -80,7 +81,9 @@ class Part:
     """What one trainer rank has published."""
 
     publisher: int
-    """A random number: versions of different publishers have nothing to do with each other."""
+    """A random number: what different publishers publish has nothing to do with each other."""
+    number: int
+    """Which of its publications this is. Not the version: one may be published twice, changed."""
     location: Any
     """What the transport needs to find the bytes."""
     slots: tuple[Slot, ...]
@@ -105,8 +108,10 @@ class WeightHandle:
 
     @property
     def changed_bytes(self) -> int:
-        """Those that are different from the version before."""
-        return sum(slot.nbytes for slot in self.slots if slot.changed == self.version)
+        """Those that are different from the publication before."""
+        return sum(
+            slot.nbytes for part in self.parts for slot in part.slots if slot.changed == part.number
+        )
 
     def tensors(self) -> dict[str, tuple[Shape, torch.dtype]]:
         """Shape and dtype of every tensor, by name."""
@@ -116,8 +121,8 @@ class WeightHandle:
         """Whether what has not changed since `older` is the same as in `older`."""
         return (
             older is not None
-            and older.version <= self.version
             and [p.publisher for p in older.parts] == [p.publisher for p in self.parts]
+            and all(a.number <= b.number for a, b in zip(older.parts, self.parts, strict=True))
         )
 
     def changed_since(self, older: "WeightHandle | None") -> set[str]:
@@ -130,7 +135,12 @@ class WeightHandle:
         if not self.follows(older):
             return {slot.name for slot in self.slots}
         assert older is not None
-        modules = {_module(slot.name) for slot in self.slots if slot.changed > older.version}
+        modules = {
+            _module(slot.name)
+            for served, part in zip(older.parts, self.parts, strict=True)
+            for slot in part.slots
+            if slot.changed > served.number
+        }
         return {slot.name for slot in self.slots if _module(slot.name) in modules}
 
 
@@ -157,16 +167,35 @@ def merge_handles(ranks: Sequence[WeightHandle]) -> WeightHandle:
                 f"{first.transport}, another {rank.version} by {rank.transport}"
             )
     merged = replace(first, parts=tuple(part for rank in ranks for part in rank.parts))
-    published: dict[str, int] = {}
-    wholes = merged.tensors()
+    boxes: dict[str, list[Slot]] = {}
     for slot in merged.slots:
-        published[slot.name] = published.get(slot.name, 0) + math.prod(slot.shape)
-        if (slot.whole, slot.dtype) != wholes[slot.name]:
-            raise WrongWeightsError(f"trainer ranks disagree on shape or dtype of {slot.name!r}")
-    for name, (shape, _) in wholes.items():
-        if published[name] != math.prod(shape):
-            raise WrongWeightsError(
-                f"{name!r} has {math.prod(shape)} elements, and the trainer ranks have published "
-                f"{published[name]} of them"
-            )
+        boxes.setdefault(slot.name, []).append(slot)
+    for name, slots in boxes.items():
+        _check_cover(name, slots)
     return merged
+
+
+def _check_cover(name: str, slots: list[Slot]) -> None:
+    """The boxes of a tensor must be all of it, each place once."""
+    whole = slots[0].whole
+    if any((slot.whole, slot.dtype) != (whole, slots[0].dtype) for slot in slots):
+        raise WrongWeightsError(f"trainer ranks disagree on shape or dtype of {name!r}")
+    published = sum(math.prod(slot.shape) for slot in slots)
+    inside = all(
+        first >= 0 and first + count <= size
+        for slot in slots
+        for first, count, size in zip(slot.start, slot.shape, whole, strict=True)
+    )
+    apart = not any(_overlap(a, b) for a, b in itertools.combinations(slots, 2))
+    if published != math.prod(whole) or not inside or not apart:
+        raise WrongWeightsError(
+            f"{name!r} has {math.prod(whole)} elements, and the trainer ranks have published "
+            f"{published} of them, in boxes that do not fit: {', '.join(map(str, slots))}"
+        )
+
+
+def _overlap(a: Slot, b: Slot) -> bool:
+    return all(
+        x < y + m and y < x + n
+        for x, n, y, m in zip(a.start, a.shape, b.start, b.shape, strict=True)
+    )

@@ -24,6 +24,7 @@ from torchtitan_rl.weight_sync.handle import (
 )
 from torchtitan_rl.weight_sync.shm import WRITING, ShmBuffer
 
+_NOTHING = -1
 _BLOCK = 16 << 20
 """Bytes registered in one piece: what can be left out if nothing in it has changed."""
 _TCP_CHUNK_MB = 4
@@ -36,7 +37,7 @@ _READ_SECONDS, _ANSWER_SECONDS = 120, 10
 class RdmaLocation:
     token: int
     header: Any
-    """Registered memory with the token and the version."""
+    """Registered memory with the token, the number of the publication and its version."""
     blocks: tuple[Any, ...]
     nbytes: int
 
@@ -46,7 +47,7 @@ class RdmaBuffer:
 
     def __init__(self, nbytes: int, device: str = "cpu") -> None:
         self.data = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self._header = torch.tensor([secrets.randbits(62), WRITING])
+        self._header = torch.tensor([secrets.randbits(62), WRITING, 0])
         blocks = [RDMABuffer(self.data[i : i + _BLOCK]) for i in range(0, nbytes, _BLOCK)]
         header = RDMABuffer(self._header.view(torch.uint8))
         self._location = RdmaLocation(int(self._header[0]), header, tuple(blocks), nbytes)
@@ -55,10 +56,11 @@ class RdmaBuffer:
         self._header[1] = WRITING  # who reads now looks at it again when done
         return True
 
-    def seal(self, version: int, _slots: Sequence[Slot]) -> RdmaLocation:
+    def seal(self, number: int, version: int, _slots: Sequence[Slot]) -> RdmaLocation:
         if self.data.is_cuda:
-            torch.cuda.synchronize()  # before anyone is told that it is there
-        self._header[1] = version
+            torch.cuda.synchronize(self.data.device)  # before anyone is told that it is there
+        self._header[2] = version
+        self._header[1] = number
         return self._location
 
     def close(self) -> None:
@@ -104,26 +106,26 @@ class Inbox:
 
     async def _fetch(self, part: Part, version: int) -> Part:
         location: RdmaLocation = part.location
-        buffer, held = self._held.pop(part.publisher, (None, WRITING))
+        buffer, held = self._held.pop(part.publisher, (None, _NOTHING))
         if buffer is not None and not (len(buffer.data) == location.nbytes and buffer.reopen()):
             buffer.close()
             buffer = None
-        if buffer is None or held > version:
-            held = WRITING
+        if buffer is None or held > part.number:
+            held = _NOTHING
         buffer = buffer or ShmBuffer(location.nbytes)
         try:
-            await _check(location, version)
+            await _check(part, version)
             reading = RDMAAction()
             for number in sorted(_changed_blocks(part.slots, held)):
                 first = number * _BLOCK
                 reading.read_remote(buffer.data[first : first + _BLOCK], location.blocks[number])
             await _submitted(reading, version, _READ_SECONDS)
-            await _check(location, version)  # it may have been overwritten meanwhile
+            await _check(part, version)  # it may have been overwritten meanwhile
         except BaseException:
             buffer.close()
             raise
-        self._held[part.publisher] = (buffer, version)
-        return replace(part, location=buffer.seal(version, part.slots))
+        self._held[part.publisher] = (buffer, part.number)
+        return replace(part, location=buffer.seal(part.number, version, part.slots))
 
 
 def _changed_blocks(slots: Sequence[Slot], held: int) -> set[int]:
@@ -135,15 +137,17 @@ def _changed_blocks(slots: Sequence[Slot], held: int) -> set[int]:
     }
 
 
-async def _check(location: RdmaLocation, version: int) -> None:
-    header = torch.zeros(2, dtype=torch.int64)
+async def _check(part: Part, version: int) -> None:
+    """Raise StaleHandleError unless the memory holds what the handle says."""
+    location: RdmaLocation = part.location
+    header = torch.zeros(3, dtype=torch.int64)
     asking = RDMAAction().read_remote(header.view(torch.uint8), location.header)
     await _submitted(asking, version, _ANSWER_SECONDS)
-    token, held = header.tolist()
+    token, held, newer = header.tolist()
     if token != location.token:
         raise StaleHandleError(f"the buffer of weights version {version} is gone")
-    if held != version:
-        now = "being rewritten" if held == WRITING else f"holding version {held}"
+    if held != part.number:
+        now = "being rewritten" if held == WRITING else f"holding version {newer}"
         raise StaleHandleError(
             f"weights version {version} were overwritten: their buffer is {now}; pull the latest "
             "handle"

@@ -132,7 +132,12 @@ def check_model(handle: WeightHandle, expected: Mapping[str, Shape], *, tied: bo
                 f"weights version {handle.version} have {name!r} of shape {published[name]}; the "
                 f"generator's model has {shape} ({math.prod(shape)} elements)"
             )
-    for name in published:
+    for name, (_, dtype) in handle.tensors().items():
+        if not dtype.is_floating_point:
+            raise WrongWeightsError(
+                f"weights version {handle.version} have {name!r} as {dtype}; a generator loads "
+                "floating point weights"
+            )
         if name not in expected and name not in optional:
             raise WrongWeightsError(
                 f"weights version {handle.version} have {name!r}, which the generator's model lacks"

@@ -19,16 +19,16 @@ import torch
 
 from torchtitan_rl.weight_sync.handle import Part, Slot, StaleHandleError, WeightSyncError
 
-# Header of a buffer: a random token (a recycled pid and fd must not pass for ours) and the version
-# of what the buffer holds, or WRITING.
-_HEADER = struct.Struct("<qq")
+# Header of a buffer: a random token (a recycled pid and fd must not pass for ours), the number of
+# the publication it holds, or WRITING, and its version.
+_HEADER = struct.Struct("<qqq")
 _HEADER_BYTES = 4096
 WRITING = -1
 _CLOSED = -1
 """In place of the token: the writer has given the buffer up."""
-_MAPPINGS_KEPT = 4
-"""The first touch of a mapping's pages costs ten times a later one. Four are enough for the two
-buffers of a trainer and the two of the one it was restarted as."""
+_MAPPINGS_KEPT = 128
+"""The first touch of a mapping's pages costs ten times a later one: those of all trainer ranks are
+kept, two each. They cost no memory but the writer's, and go when that has given them up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,20 +59,20 @@ class ShmBuffer:
         self._hold(WRITING)
         return True
 
-    def seal(self, version: int, _slots: Sequence[Slot]) -> ShmLocation:
-        self._hold(version)
+    def seal(self, number: int, version: int, _slots: Sequence[Slot]) -> ShmLocation:
+        self._hold(number, version)
         fcntl.flock(self._fd, fcntl.LOCK_UN)
         return self._location
 
     def close(self) -> None:
         # Whoever reads it goes on, and lets go of it when done.
-        _HEADER.pack_into(self._map, 0, _CLOSED, WRITING)
-        del self.data
-        self._map.close()
+        _HEADER.pack_into(self._map, 0, _CLOSED, WRITING, 0)
         os.close(self._fd)
+        # Not unmapped: someone may still have a view, and it goes with the last of them.
+        del self.data, self._map
 
-    def _hold(self, version: int) -> None:
-        _HEADER.pack_into(self._map, 0, self._location.token, version)
+    def _hold(self, number: int, version: int = 0) -> None:
+        _HEADER.pack_into(self._map, 0, self._location.token, number, version)
 
 
 class ShmReader:
@@ -80,7 +80,7 @@ class ShmReader:
 
     def __init__(self, part: Part, version: int) -> None:
         self._mapping = _map(part.location)
-        self._mapping.lock(version)
+        self._mapping.lock(part.number, version)
 
     def bytes_of(self, slot: Slot) -> torch.Tensor:
         """[nbytes] uint8, a view that is good until the reader is closed."""
@@ -114,19 +114,19 @@ class _Mapping:
             self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self._readers = 0
 
-    def lock(self, version: int) -> None:
+    def lock(self, number: int, version: int) -> None:
         """From now on the writer leaves it alone."""
         try:
             fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             raise self._stale(version, "being rewritten") from None
-        token, held = _HEADER.unpack_from(self._map, 0)
+        token, held, newer = _HEADER.unpack_from(self._map, 0)
         self._readers += 1
-        if token != self._location.token or held != version:
+        if token != self._location.token or held != number:
             self.unlock()
             if token != self._location.token:
                 raise StaleHandleError(f"the buffer of weights version {version} is gone")
-            now = "half-written" if held == WRITING else f"holding version {held}"
+            now = "half-written" if held == WRITING else f"holding version {newer}"
             raise self._stale(version, now)
 
     def unlock(self) -> None:
@@ -134,7 +134,7 @@ class _Mapping:
         if self.is_read:
             return
         fcntl.flock(self._fd, fcntl.LOCK_UN)
-        token, _ = _HEADER.unpack_from(self._map, 0)
+        token, *_ = _HEADER.unpack_from(self._map, 0)
         if token != self._location.token:
             _mappings.pop(self._location, None)
             self.close()
@@ -142,6 +142,13 @@ class _Mapping:
     @property
     def is_read(self) -> bool:
         return self._readers > 0
+
+    @property
+    def is_of_use(self) -> bool:
+        """Whether somebody reads it, or the writer may still publish in it."""
+        token, *_ = _HEADER.unpack_from(self._map, 0)
+        alive = os.path.exists(f"/proc/{self._location.pid}")
+        return self.is_read or (alive and token == self._location.token)
 
     def close(self) -> None:
         # Not the map: views of it may be around, and it goes with the last of them.
@@ -160,11 +167,11 @@ _mappings: "OrderedDict[ShmLocation, _Mapping]" = OrderedDict()
 def _map(location: ShmLocation) -> _Mapping:
     """The mapping of a buffer; those that were used last are kept."""
     if location not in _mappings:
+        for other in [at for at, mapping in _mappings.items() if not mapping.is_of_use]:
+            _mappings.pop(other).close()
+        unread = [at for at, mapping in _mappings.items() if not mapping.is_read]
+        for oldest in unread[: max(0, len(_mappings) + 1 - _MAPPINGS_KEPT)]:
+            _mappings.pop(oldest).close()
         _mappings[location] = _Mapping(location)
-        for unused in [at for at, mapping in _mappings.items() if not mapping.is_read][
-            : max(0, len(_mappings) - _MAPPINGS_KEPT)
-        ]:
-            if unused != location:
-                _mappings.pop(unused).close()
     _mappings.move_to_end(location)
     return _mappings[location]

@@ -1,5 +1,6 @@
 """Which way weights go, and a publisher for it."""
 
+import secrets
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,10 +22,13 @@ class WeightSyncConfig:
     """For `file`: on a file system that all hosts share; empty: the run's own folder."""
     checksums: Literal["auto", "on", "off"] = "auto"
     """Have generators compare a checksum of every tensor before they load any. `auto`: not through
-    shared memory, which a lock keeps as it was published."""
+    shared memory, which a lock keeps as it was published, nor of GPU memory, all of which would
+    have to be copied to compute one."""
 
-    def wants_checksums(self, transport: Transport) -> bool:
-        return self.checksums == "on" or (self.checksums == "auto" and transport != "shm")
+    def wants_checksums(self, transport: Transport, device: str) -> bool:
+        if self.checksums == "auto":
+            return transport == "file" or (transport == "rdma" and device == "cpu")
+        return self.checksums == "on"
 
 
 def choose_transport(config: WeightSyncConfig, hosts: set[str]) -> tuple[Transport, str]:
@@ -66,7 +70,8 @@ def make_publisher(
     checksums: bool = True,
     threads: int = 1,
 ) -> Publisher:
-    """A rank's publisher. `folder` is where files go, `device` where the weights are."""
+    """A rank's publisher. Files go to a new folder whose name begins with `folder`; `device` is
+    where the weights are."""
     options: dict[str, Any] = {"checksums": checksums, "threads": threads}
     if transport == "shm":
         from torchtitan_rl.weight_sync.shm import ShmBuffer
@@ -75,7 +80,8 @@ def make_publisher(
     if transport == "file":
         from torchtitan_rl.weight_sync.file import FileBuffer, Janitor
 
-        make, janitor = partial(FileBuffer, folder=Path(folder)), Janitor(Path(folder))
+        own = Path(f"{folder}-{secrets.token_hex(4)}")  # other runs may be given the same folder
+        make, janitor = partial(FileBuffer, folder=own), Janitor(own)
         return Publisher("file", make, at_close=janitor.close, **options)
     from torchtitan_rl.weight_sync.rdma import RdmaBuffer
 
