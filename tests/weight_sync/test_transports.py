@@ -15,7 +15,7 @@ from torchtitan_rl.weight_sync.handle import Slot
 from torchtitan_rl.weight_sync.rdma import _changed_blocks
 from torchtitan_rl.weight_sync.transport import WeightSyncConfig, choose_transport
 
-SIZE = 5_000_000  # bytes that fill more than one block of RDMA
+SIZE = 2_500_000  # 25 MB: more than one block of RDMA
 
 
 async def start(actor, *arguments):

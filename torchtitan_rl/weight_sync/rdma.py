@@ -29,7 +29,7 @@ _BLOCK = 16 << 20
 """Bytes registered in one piece: what can be left out if nothing in it has changed."""
 _TCP_CHUNK_MB = 4
 """Of one message over TCP. Monarch's default of 64 is three times slower on a loopback."""
-_READ_SECONDS, _ANSWER_SECONDS = 120, 10
+_READ_SECONDS, _ANSWER_SECONDS = 120, 5
 """Longest to read a part, and to read its header: of a dead trainer Monarch says nothing."""
 
 
