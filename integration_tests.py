@@ -137,6 +137,22 @@ SUITES: dict[str, tuple[Flavor, ...]] = {
         Flavor("mean_baseline", "Dr.GRPO's advantages", ("--advantage.name", "mean_baseline")),
         Flavor("std_normalised", "GRPO's own advantages", ("--advantage.name", "grpo")),
         Flavor("rloo", "leave-one-out advantages", ("--advantage.name", "rloo")),
+        *(
+            Flavor(
+                f"weights_{transport}",
+                f"two ranks publish weights by {transport}, compared after each sync",
+                (
+                    *("--trainer.weight_sync.transport", transport, "--check_weights"),
+                    *("--trainer.parallelism.data_parallel_shard_degree", "2"),
+                ),
+            )
+            for transport in ("shm", "rdma", "file")
+        ),
+        Flavor(
+            "tensor_parallel_generator",
+            "two processes share the generator's layers",
+            ("--generator.tensor_parallel_degree", "2", "--check_weights"),
+        ),
         Flavor(
             "longer_questions",
             "two to four numbers",
