@@ -35,13 +35,10 @@ from torchtitan_rl.observability.console import (
     print_summary,
     step_line,
 )
+from torchtitan_rl.observability.failures import Failures
 from torchtitan_rl.observability.metrics import flatten, merge_metrics
 from torchtitan_rl.observability.rollout_log import RolloutLog
-from torchtitan_rl.observability.rollouts import (
-    evaluation_metrics,
-    failure_metrics,
-    rollout_metrics,
-)
+from torchtitan_rl.observability.rollouts import evaluation_metrics, rollout_metrics
 from torchtitan_rl.observability.run_folder import RunFolder
 from torchtitan_rl.observability.sinks import open_metrics_log
 from torchtitan_rl.observability.timeline import Timeline
@@ -108,6 +105,7 @@ class Controller(Configurable):
         self.rollout_log = RolloutLog(self.folder.rollouts if config.save_rollouts else None)
         self.stream: RolloutStream[Group] | None = None
         self.health = Health(config.most_untrainable_steps)
+        self.failures = Failures(self.folder, list(self.tasks))
         self.interrupted = asyncio.Event()
 
     # ---- the run ------------------------------------------------------------------------------
@@ -249,10 +247,8 @@ class Controller(Configurable):
 
     def count_failures(self, step: int, groups: list[Group]) -> dict[str, float]:
         """What came to nothing since the last step, by task; each is logged, once."""
-        failures = [failure for group in groups for failure in group.failures]
-        self.folder.log_failures(step, failures)
         died, self.crew.generators.deaths.since_step = self.crew.generators.deaths.since_step, 0
-        return {**failure_metrics(failures, self.tasks), "generators/died": died}
+        return {**self.failures.of_step(step, groups), "generators/died": died}
 
     async def roll_out(self, groups: list[Group]) -> None:
         """Give each group its rollouts."""
@@ -340,9 +336,7 @@ class Controller(Configurable):
         await self.roll_out(self.heldout)
         await self.grade(self.heldout)
         await self.rollout_log.write(self.steps_done, self.heldout, split="evaluation")
-        failures = [failure for group in self.heldout for failure in group.failures]
-        self.folder.log_failures(self.steps_done, failures)
-        failed = {"rollouts/failed/evaluation": len(failures)} if failures else {}
+        failed = self.failures.of_evaluation(self.steps_done, self.heldout)
         return {**evaluation_metrics(all_scored(self.heldout)), **failed}
 
     async def save(self) -> None:

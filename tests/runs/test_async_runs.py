@@ -109,7 +109,7 @@ async def test_generation_runs_ahead_and_survives_its_generators(tmp_path, tiny_
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-async def test_reward_functions_that_fail_cost_their_group(tmp_path, tiny_model, ahead):
+async def test_reward_functions_that_fail_cost_their_group(tmp_path, tiny_model, ahead, capsys):
     config = config_for(
         tmp_path,
         tiny_model,
@@ -120,6 +120,8 @@ async def test_reward_functions_that_fail_cost_their_group(tmp_path, tiny_model,
     )
     rows, _ = await steps(config, 3)
     assert sum(row["groups/dropped/moody"] for row in rows) >= 2
+    said = capsys.readouterr().out
+    assert said.count("failed: reward function of task 'moody'") == 1  # not every step again
     assert sum(row["rollouts/failed/all"] for row in rows) >= 8
     # Where groups run ahead another one takes the place; else the step goes on without.
     assert all(row["episodes"] == (16 if ahead else 12) for row in rows)

@@ -109,7 +109,7 @@ def test_a_run_writes_what_it_promises(finished):
         assert row["mismatch/all/max"] <= 1e-4
         assert row["policy_version"] == row["step"] + 1
         assert not [key for key in row if "echo" in key]  # it is off
-    assert set(rows[-1]) == {"step", "eval/accuracy", "eval/reward"}
+    assert set(rows[-1]) == {"step", "eval/accuracy", "eval/reward", "eval/prompts"}
     assert rows[-1]["eval/reward"] > rows[0]["eval/reward"]
     config = json.loads((finished.folder / "config.json").read_text())
     assert config["task"]["name"] == "low_tokens"
