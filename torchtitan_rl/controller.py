@@ -247,8 +247,11 @@ class Controller(Configurable):
 
     def count_failures(self, step: int, groups: list[Group]) -> dict[str, float]:
         """What came to nothing since the last step, by task; each is logged, once."""
-        died, self.crew.generators.deaths.since_step = self.crew.generators.deaths.since_step, 0
-        return {**self.failures.of_step(step, groups), "generators/died": died}
+        died = {
+            "generators/died": self.crew.generators.take_deaths(),
+            "graders/died": self.crew.graders.take_deaths(),
+        }
+        return {**self.failures.of_step(step, groups), **died}
 
     async def roll_out(self, groups: list[Group]) -> None:
         """Give each group its rollouts."""
@@ -270,8 +273,8 @@ class Controller(Configurable):
         alive, asked = [group for group in groups if group.conversations], time.monotonic()
         if not alive:
             raise RuntimeError(groups[0].failures[0].reason)
-        call = self.crew.grader.actor.rewards.call_one([group.ungraded for group in alive])
-        given = await self.answer("grader", "grade", call)
+        ungraded = [group.ungraded for group in alive]
+        given = await self.crew.graders.rewards(ungraded, step=self.steps_done)
         for group in alive:
             waited(group.conversations, "grade", since=asked)
         take_rewards(alive, given)
