@@ -83,6 +83,7 @@ class Controller(Configurable):
         self.folder = RunFolder(Path(config.output_dir) / config.run_name, resume=config.resume)
         self.task: Task = config.task.build(seed=config.seed)
         self.tasks = self.task.members()
+        config.batch_filter.try_out(self.tasks)
         self.interactive = [name for name, task in self.tasks.items() if task.interactive]
         self.longest = max(config.most_sampled_tokens(task) for task in self.tasks.values())
         self.renderer = ChatRenderer(config.model_folder, thinking=config.thinking)
