@@ -58,6 +58,19 @@ export function select(name, options, value, onchange) {
   return h("select", { name, onchange: (event) => onchange(event.target.value) }, made);
 }
 
+/** A short line as a curve is drawn, for a legend. */
+export function strokeOf(colour, dash = []) {
+  const made = (name, attributes) => {
+    const element = document.createElementNS("http://www.w3.org/2000/svg", name);
+    for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+    return element;
+  };
+  const line = { x1: 0, y1: 4, x2: 26, y2: 4, stroke: colour, "stroke-width": 2.5 };
+  const svg = made("svg", { width: 26, height: 8, "aria-hidden": true });
+  svg.append(made("line", { ...line, "stroke-dasharray": dash.join(" ") }));
+  return svg;
+}
+
 export function css(variable) {
   return getComputedStyle(document.documentElement).getPropertyValue(variable).trim();
 }
