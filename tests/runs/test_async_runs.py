@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -132,6 +133,10 @@ async def test_reward_functions_that_fail_cost_their_group(tmp_path, tiny_model,
     assert {record["task"] for record in logged} == {"moody"}
     assert all("raised KeyError" in record["reason"] for record in logged)
     assert len({record["group"] for record in logged}) == len(logged)
+    trained = {record["group"] for record in saved(tmp_path) if record["split"] == "train"}
+    spares = {name for name in trained if re.fullmatch(r"moody/train/spare-\d-\d", name)}
+    assert bool(spares) == bool(ahead)
+    assert {name for name in trained - spares if len(name) > len("moody/train/99")} == set()
     dropped = [record for record in saved(tmp_path) if record["split"] == "dropped"]
     assert len(dropped) == sum(row["rollouts/failed/all"] for row in rows)
     assert all("raised KeyError" in record["failure"] for record in dropped)

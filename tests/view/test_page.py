@@ -124,10 +124,7 @@ def test_two_runs_are_overlaid(opened):
     assert {"grpo · all", "maxrl · all", "maxrl · held out"} <= labels
     # Colour and dashes: a curve can be told from every other by its legend.
     for title in ("Reward", "Accuracy"):
-        lines = page.each(
-            f"[data-title={title}] .u-marker line",
-            "e.getAttribute('stroke') + e.getAttribute('stroke-dasharray')",
-        )
+        lines = page.each(f"[data-title={title}] .u-marker canvas", "e.toDataURL()")
         assert len(set(lines)) == len(lines) == len(page.each(f"[data-title={title}] .u-label")) - 1
     page.choose("select[name=task]", "calculator")
     page.wait("document.querySelector('.chart').textContent.includes('maxrl · calculator')")

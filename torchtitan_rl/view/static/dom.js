@@ -60,15 +60,17 @@ export function select(name, options, value, onchange) {
 
 /** A short line as a curve is drawn, for a legend. */
 export function strokeOf(colour, dash = []) {
-  const made = (name, attributes) => {
-    const element = document.createElementNS("http://www.w3.org/2000/svg", name);
-    for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
-    return element;
-  };
-  const line = { x1: 0, y1: 4, x2: 26, y2: 4, stroke: colour, "stroke-width": 2.5 };
-  const svg = made("svg", { width: 26, height: 8, "aria-hidden": true });
-  svg.append(made("line", { ...line, "stroke-dasharray": dash.join(" ") }));
-  return svg;
+  const sharp = 2; // pixels of the canvas for one of the page
+  const canvas = h("canvas", { class: "stroke", width: 26 * sharp, height: 8 * sharp });
+  const pen = canvas.getContext("2d");
+  pen.scale(sharp, sharp);
+  pen.strokeStyle = colour;
+  pen.lineWidth = 2.5;
+  pen.setLineDash(dash);
+  pen.moveTo(0, 4);
+  pen.lineTo(26, 4);
+  pen.stroke();
+  return canvas;
 }
 
 export function css(variable) {
