@@ -115,6 +115,8 @@ def test_a_run_writes_what_it_promises(finished):
     assert config["task"]["name"] == "low_tokens"
     assert find_checkpoints(finished.folder / "checkpoints") == [2, 4, 6]
     assert list((finished.folder / "tensorboard").glob("events*"))
+    spans = json.loads((finished.folder / "timeline.json").read_text())
+    assert {"generate", "grade", "train"} <= {span["name"] for span in spans}
 
 
 def test_every_number_is_explained(finished):
