@@ -43,6 +43,17 @@ def test_a_reason_is_said_in_full_once(failures, capsys):
     assert [json.loads(line)["step"] for line in logged] == [0, 0, 1, 2, 2, 3, 3]
 
 
+def test_of_two_new_reasons_one_is_said_at_a_time(failures, capsys):
+    groups = [failed(1), failed(2, "raised ZeroDivisionError")]
+    for reason in ("KeyError: 'total' (and 1 other", "ZeroDivisionError (and 1 other"):
+        failures.of_step(0, groups)
+        said = capsys.readouterr().out
+        assert said.count("\n") == 1
+        assert reason in said
+    failures.of_step(0, groups)
+    assert capsys.readouterr().out == ""
+
+
 def test_what_was_left_out_on_purpose_is_no_failure(failures, capsys):
     dropped = graded_group(ONE_TURN, rewards=[1.0])
     dropped.fail("dropped", "not useful", 1)

@@ -52,15 +52,16 @@ class Failures:
         return failures
 
     def _warn(self, where: str, what: str, failures: Sequence["Failure"]) -> None:
-        """One line, of the first reason that is new there; none if they are all known."""
+        """One line, of the first reason that is new there; none if they are all known. Another new
+        one is told when it comes again."""
         reasons: dict[tuple[str, str], str] = {}
         for failure in failures:
             reasons.setdefault((where, likeness(failure)), failure.reason)
-        new = [reason for like, reason in reasons.items() if like not in self._said]
-        if not new:
+        new = next((like for like in reasons if like not in self._said), None)
+        if new is None:
             return
-        self._said.update(reasons)
-        reason = " ".join(new[0].split())
+        self._said.add(new)
+        reason = " ".join(reasons[new].split())
         if len(reason) > LONGEST_REASON:
             reason = f"{reason[:LONGEST_REASON]} …"
         more = len(reasons) - 1
