@@ -1,21 +1,18 @@
 """From graded conversations to episodes: what trains by RL, what echoes, and what is held out."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
-from tests.support import (
-    ONE_TURN,
-    PROMPT,
-    TWO_TURNS,
-    USER,
-)
+from tests.support import ONE_TURN, PROMPT, TWO_TURNS, USER, low_tokens
 from tests.support import graded_group as group
 from torchtitan_rl.algorithms.advantage import AdvantageConfig
 from torchtitan_rl.algorithms.echo import EchoConfig, RoleEcho, ToolEcho
 from torchtitan_rl.batching.schema import loss_mask
 from torchtitan_rl.batching.validation import validate
-from torchtitan_rl.episodes import BatchFilter, make_batch
+from torchtitan_rl.controller import Controller
+from torchtitan_rl.episodes import BatchFilter, make_batch, trial_episodes
 from torchtitan_rl.types import Rollout
 
 ECHO_TOOLS = EchoConfig(tool=ToolEcho(alpha=0.5))
@@ -169,17 +166,72 @@ def test_a_batch_filter_chooses_what_trains():
     assert lenient(episodes) == episodes
 
 
+def forgetful(episodes):
+    episodes.sort(key=lambda episode: episode.reward)
+
+
+def generous(episodes):
+    return [*episodes, episodes[0]]
+
+
+def copying(episodes):
+    return [replace(episode, advantage=1.0) for episode in episodes]
+
+
+def aimless():
+    return []
+
+
+def keyed(episodes):
+    return [episode for episode in episodes if episode.reward > {"sums": 0.5}[episode.task]]
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("inventive", "must return a list of episodes"), ("clumsy", "clumsy' raised KeyError")],
+    [
+        ("inventive", "must return a list of episodes that it was given; got one with NoneType in"),
+        ("clumsy", "clumsy' raised KeyError"),
+        ("forgetful", "must return a list of episodes that it was given; got NoneType"),
+        ("generous", "each once; got sums/train/0/0/0 twice"),
+        ("copying", "got one with Episode, a copy or one of its own in it"),
+    ],
 )
-def test_a_bad_batch_filter_is_named(name, message):
+def test_a_bad_batch_filter_is_named_before_anything_starts(name, message):
+    bad = BatchFilter(name=f"{__name__}:{name}")
     with pytest.raises((TypeError, ValueError), match=message):
-        BatchFilter(name=f"{__name__}:{name}")([])
+        bad(trial_episodes(["sums"]))
+    with pytest.raises(ValueError, match=rf"{message}.* \(on trial"):
+        bad.try_out(["sums"])
+
+
+def test_a_batch_filter_is_tried_with_the_tasks_of_the_run():
+    BatchFilter().try_out(["sums"])
+    for name in ("only_good", "keyed"):
+        BatchFilter(name=f"{__name__}:{name}").try_out(["sums"])
+    with pytest.raises(ValueError, match="keyed' raised KeyError: 'words'"):
+        BatchFilter(name=f"{__name__}:keyed").try_out(["words"])
+
+
+def test_a_step_without_episodes_asks_no_filter():
+    assert BatchFilter(name=f"{__name__}:clumsy")([]) == []
+
+
+def test_a_controller_refuses_a_filter_that_returns_nothing(tmp_path, tiny_model):
+    config = replace(
+        low_tokens(),
+        model=str(tiny_model),
+        batch_filter=BatchFilter(name=f"{__name__}:forgetful"),
+        output_dir=str(tmp_path),
+        run_name="run",
+    )
+    with pytest.raises(ValueError, match=r"forgetful' must return a list.*got NoneType"):
+        Controller(config)
 
 
 def test_a_batch_filter_is_checked_before_anything_starts():
     with pytest.raises(ValueError, match="has no function 'onlygood'; did you mean 'only_good'"):
         BatchFilter(name=f"{__name__}:onlygood")
+    with pytest.raises(ValueError, match="aimless' must take a list of episodes"):
+        BatchFilter(name=f"{__name__}:aimless")
     with pytest.raises(ValueError, match=r"cannot take kwargs.*it takes least"):
         BatchFilter(name=f"{__name__}:only_good", kwargs={"most": 1.0})

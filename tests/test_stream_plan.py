@@ -2,7 +2,7 @@
 
 import pytest
 
-from torchtitan_rl.stream_plan import SPARES, SPARES_PER_STEP, StreamConfig
+from torchtitan_rl.stream_plan import SPARES, SPARES_PER_STEP, StreamConfig, index_name
 
 
 @pytest.mark.parametrize(
@@ -18,6 +18,15 @@ from torchtitan_rl.stream_plan import SPARES, SPARES_PER_STEP, StreamConfig
 def test_the_indices_of_a_step_are_its_own(config, step, indices):
     config = StreamConfig(**config)
     assert [config.index(step, number) for number in range(len(indices))] == indices
+
+
+def test_every_index_has_a_short_name_of_its_own():
+    config = StreamConfig(prompts_per_step=2)
+    indices = [config.index(step, number) for step in range(50) for number in range(20)]
+    names = [index_name(index) for index in indices]
+    assert len(set(names)) == len(set(indices)) == 1000
+    assert names[:5] == ["0", "1", "spare-0-0", "spare-0-1", "spare-0-2"]
+    assert max(map(len, names)) == len("spare-49-17")
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,18 @@ from pathlib import Path
 import pytest
 
 from tests.support import low_tokens
-from torchtitan_rl.actors.simulated import SimulatedGenerator
+from torchtitan_rl.actors.generator import VLLMGenerator
+from torchtitan_rl.actors.simulated import SimulatedGenerator, SimulatedTrainer
+from torchtitan_rl.actors.trainer import Trainer
 from torchtitan_rl.controller import Controller
 from torchtitan_rl.tasks.sum_digits import SumDigits
 from torchtitan_rl.waiting import Interrupted
-from torchtitan_rl.warm_start import WarmStartConfig, ensure_starting_model, work_folder
+from torchtitan_rl.warm_start import (
+    WarmStartConfig,
+    demonstration,
+    ensure_starting_model,
+    work_folder,
+)
 
 
 def config_for(folder: Path) -> Controller.Config:
@@ -62,6 +69,28 @@ async def test_a_model_that_is_there_is_used_as_it_is(tmp_path):
     config.model_folder.mkdir(parents=True)
     await ensure_starting_model(config, None)
     assert not list(config.model_folder.iterdir())
+
+
+async def test_simulated_actors_start_from_a_model_that_no_real_run_is_given(tmp_path):
+    simulated = replace(
+        config_for(tmp_path),
+        trainer=SimulatedTrainer.Config(threads=1, seconds_per_step=1000.0),
+        evaluation=replace(low_tokens().evaluation, every=100),
+        prompts_per_step=2,
+        steps=1,
+        output_dir=str(tmp_path / "outputs"),
+        run_name="run",
+    )
+    await ensure_starting_model(simulated, None)  # without 1000 s a step of imitation
+    quick = replace(simulated, trainer=SimulatedTrainer.Config(threads=1))
+    assert quick.model_folder == simulated.model_folder
+    async with Controller(quick) as controller:
+        await controller.run()
+        # A demonstration has no token_versions, and teaches a simulated trainer nothing.
+        await controller.train(demonstration(controller, 0))
+    real = replace(quick, generator=VLLMGenerator.Config(), trainer=Trainer.Config())
+    folders = [quick, replace(quick, trainer=real.trainer), real]
+    assert len({config.model_folder for config in folders}) == 3
 
 
 @pytest.mark.parametrize(

@@ -296,4 +296,11 @@ class RunConfig(Configurable.Config):
     def model_folder(self) -> Path:
         if self.model or self.warm_start is None:
             return Path(self.model).absolute()
-        return self.warm_start.folder(self.task, seed=self.seed, thinking=self.thinking).absolute()
+        pairs = ((self.generator, VLLMGenerator), (self.trainer, Trainer))
+        others = [config._owner for config, real in pairs if config._owner is not real]
+        return self.warm_start.folder(
+            self.task,
+            seed=self.seed,
+            thinking=self.thinking,
+            stand_ins=[owner.__name__ for owner in others if owner is not None],
+        ).absolute()

@@ -35,13 +35,10 @@ from torchtitan_rl.observability.console import (
     print_summary,
     step_line,
 )
+from torchtitan_rl.observability.failures import Failures
 from torchtitan_rl.observability.metrics import flatten, merge_metrics
 from torchtitan_rl.observability.rollout_log import RolloutLog
-from torchtitan_rl.observability.rollouts import (
-    evaluation_metrics,
-    failure_metrics,
-    rollout_metrics,
-)
+from torchtitan_rl.observability.rollouts import evaluation_metrics, rollout_metrics
 from torchtitan_rl.observability.run_folder import RunFolder
 from torchtitan_rl.observability.sinks import open_metrics_log
 from torchtitan_rl.observability.timeline import Timeline
@@ -86,6 +83,7 @@ class Controller(Configurable):
         self.folder = RunFolder(Path(config.output_dir) / config.run_name, resume=config.resume)
         self.task: Task = config.task.build(seed=config.seed)
         self.tasks = self.task.members()
+        config.batch_filter.try_out(self.tasks)
         self.interactive = [name for name, task in self.tasks.items() if task.interactive]
         self.longest = max(config.most_sampled_tokens(task) for task in self.tasks.values())
         self.renderer = ChatRenderer(config.model_folder, thinking=config.thinking)
@@ -108,6 +106,7 @@ class Controller(Configurable):
         self.rollout_log = RolloutLog(self.folder.rollouts if config.save_rollouts else None)
         self.stream: RolloutStream[Group] | None = None
         self.health = Health(config.most_untrainable_steps)
+        self.failures = Failures(self.folder, list(self.tasks))
         self.interrupted = asyncio.Event()
 
     # ---- the run ------------------------------------------------------------------------------
@@ -249,10 +248,11 @@ class Controller(Configurable):
 
     def count_failures(self, step: int, groups: list[Group]) -> dict[str, float]:
         """What came to nothing since the last step, by task; each is logged, once."""
-        failures = [failure for group in groups for failure in group.failures]
-        self.folder.log_failures(step, failures)
-        died, self.crew.generators.deaths.since_step = self.crew.generators.deaths.since_step, 0
-        return {**failure_metrics(failures, self.tasks), "generators/died": died}
+        died = {
+            "generators/died": self.crew.generators.take_deaths(),
+            "graders/died": self.crew.graders.take_deaths(),
+        }
+        return {**self.failures.of_step(step, groups), **died}
 
     async def roll_out(self, groups: list[Group]) -> None:
         """Give each group its rollouts."""
@@ -274,8 +274,8 @@ class Controller(Configurable):
         alive, asked = [group for group in groups if group.conversations], time.monotonic()
         if not alive:
             raise RuntimeError(groups[0].failures[0].reason)
-        call = self.crew.grader.actor.rewards.call_one([group.ungraded for group in alive])
-        given = await self.answer("grader", "grade", call)
+        ungraded = [group.ungraded for group in alive]
+        given = await self.crew.graders.rewards(ungraded, step=self.steps_done)
         for group in alive:
             waited(group.conversations, "grade", since=asked)
         take_rewards(alive, given)
@@ -340,9 +340,7 @@ class Controller(Configurable):
         await self.roll_out(self.heldout)
         await self.grade(self.heldout)
         await self.rollout_log.write(self.steps_done, self.heldout, split="evaluation")
-        failures = [failure for group in self.heldout for failure in group.failures]
-        self.folder.log_failures(self.steps_done, failures)
-        failed = {"rollouts/failed/evaluation": len(failures)} if failures else {}
+        failed = self.failures.of_evaluation(self.steps_done, self.heldout)
         return {**evaluation_metrics(all_scored(self.heldout)), **failed}
 
     async def save(self) -> None:

@@ -15,6 +15,7 @@ from torchtitan_rl.actors.spawn import (
 )
 from torchtitan_rl.config import RunConfig
 from torchtitan_rl.generators import Generators
+from torchtitan_rl.graders import Graders
 from torchtitan_rl.observability.run_folder import RunFolder
 from torchtitan_rl.observability.timeline import Timeline
 from torchtitan_rl.waiting import together
@@ -32,7 +33,7 @@ class Crew:
 
     trainer: Spawned
     generators: Generators
-    grader: Spawned
+    graders: Graders
     environment: Spawned | None = None
     """Only if a task has tools, or answers the model."""
     reference: Spawned | None = None
@@ -55,12 +56,15 @@ class Crew:
             deadline_seconds=config.deadline_seconds,
             timeline=timeline,
         )
+        self.graders = Graders(
+            self._spawn_grader, deadline_seconds=config.deadline_seconds, timeline=timeline
+        )
 
     async def start(self) -> None:
         """Spawn them all; each is ready when this returns."""
         starting = [self._start_trainer()]
         if not self._config.train_from:
-            starting += [self.generators.start(), self._start_grader()]
+            starting += [self.generators.start(), self.graders.start()]
             if self._interactive:
                 starting.append(self._start_environment())
         if self._config.has_reference:
@@ -75,7 +79,9 @@ class Crew:
     async def stop(self) -> None:
         """Stop every process of the run."""
         others = [spawned.stop() for spawned in self._spawned]
-        await asyncio.gather(self.generators.stop(), *others, return_exceptions=True)
+        await asyncio.gather(
+            self.generators.stop(), self.graders.stop(), *others, return_exceptions=True
+        )
         # What the `file` transport leaves if its process is killed before it has cleaned up.
         shutil.rmtree(self._folder.weights, ignore_errors=True)
 
@@ -107,11 +113,9 @@ class Crew:
             log_file=self._folder.log_file(f"generator-{number}" if number else "generator"),
         )
 
-    async def _start_grader(self) -> None:
-        config = self._config
-        self.grader = await self._own(
-            "grader", spawn_grader, config.grader, config.task, seed=config.seed
-        )
+    async def _spawn_grader(self) -> Spawned:
+        config, log_file = self._config, self._folder.log_file("grader")
+        return await spawn_grader(config.grader, config.task, seed=config.seed, log_file=log_file)
 
     async def _start_environment(self) -> None:
         config = self._config

@@ -1,7 +1,7 @@
 """What the trainer learns from a step's rollouts. Pure."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,7 +85,16 @@ class BatchFilter:
     def __post_init__(self) -> None:
         if self.name:
             function: Callable = resolve(self.name, {}, what="batch filter")
-            check_arguments(self.name, function, self.kwargs, what="batch filter")
+            takes = "a list of episodes"
+            check_arguments(self.name, function, self.kwargs, what="batch filter", takes=takes)
+
+    def try_out(self, tasks: Iterable[str]) -> None:
+        """Call it with a few made-up episodes of these tasks, so that a filter that cannot work is
+        refused before any process starts."""
+        try:
+            self(trial_episodes(tasks))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{error} (on trial, with episodes that were made up)") from error
 
     def __call__(self, episodes: list[Episode]) -> list[Episode]:
         """The episodes that are kept; an error of the function, or in what it returns, names it.
@@ -93,7 +102,7 @@ class BatchFilter:
         Example:
             BatchFilter(name="my_filters:only_short", kwargs={"tokens": 64})(episodes)
         """
-        if not self.name:
+        if not self.name or not episodes:
             return episodes
         function: Callable = resolve(self.name, {}, what="batch filter")
         try:
@@ -101,12 +110,44 @@ class BatchFilter:
         except Exception as error:
             said = told(error, self.name.partition(":")[0])
             raise ValueError(f"batch filter {self.name!r} {said}") from error
-        known = {id(episode) for episode in episodes}
-        if not isinstance(kept, list) or any(id(episode) not in known for episode in kept):
-            raise TypeError(
-                f"batch filter {self.name!r} must return a list of episodes that it was given"
-            )
+        self._check(kept, episodes)
         return kept
+
+    def _check(self, kept: Any, episodes: Sequence[Episode]) -> None:
+        """Each episode trains once or not at all."""
+        must = f"batch filter {self.name!r} must return a list of episodes that it was given"
+        if not isinstance(kept, list):
+            raise TypeError(f"{must}; got {type(kept).__name__}")
+        known, seen = {id(episode) for episode in episodes}, set()
+        for episode in kept:
+            if id(episode) not in known:
+                hint = ", a copy or one of its own" if isinstance(episode, Episode) else ""
+                raise TypeError(f"{must}; got one with {type(episode).__name__}{hint} in it")
+            if id(episode) in seen:
+                raise ValueError(f"{must}, each once; got {episode.name} twice")
+            seen.add(id(episode))
+
+
+def trial_episodes(tasks: Iterable[str]) -> list[Episode]:
+    """Of each task two groups of two samples, one right and one wrong."""
+    return [
+        Episode(
+            name=f"{task}/train/{group}/{sample}/0",
+            policy_version=0,
+            prompt_token_ids=[1, 2],
+            token_ids=[3, 4, 5],
+            token_logprobs=[-0.5, -1.0, -0.1],
+            token_versions=[0, 0, 0],
+            reward=float(sample),
+            advantage=sample - 0.5,
+            task=task,
+            group_id=f"{task}/train/{group}",
+            loss_mask=[False, False, True, True, True],
+        )
+        for task in tasks
+        for group in range(2)
+        for sample in range(2)
+    ]
 
 
 def echoing_samples(

@@ -139,12 +139,9 @@ class Generators(Replicas):
             else:
                 async with self._last_chance:
                     await self._try(left[:1])
-        if failed := [ask for ask in asks if ask.error is not None]:
-            assert failed[0].error is not None
-            if len(failed) == len(asks):
-                raise failed[0].error
-            why = f"{len(failed)} of {len(asks)} prompts failed: {told(failed[0].error)}"
-            self._say(f"warning: {why}", once=False)
+        errors = [ask.error for ask in asks if ask.error is not None]
+        if errors and len(errors) == len(asks):
+            raise errors[0]
         version = self._handle.version if self._handle else 0
         return [completion for ask in asks for completion in ask.result(version)]
 

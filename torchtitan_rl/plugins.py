@@ -27,12 +27,23 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def check_arguments(
-    name: str, function: Callable, kwargs: Mapping[str, object], *, what: str, positional: int = 1
+    name: str,
+    function: Callable,
+    kwargs: Mapping[str, object],
+    *,
+    what: str,
+    positional: int = 1,
+    takes: str = "",
 ) -> None:
-    """Refuse keyword arguments the function does not take, before anything calls it.
+    """Refuse keyword arguments the function does not take, before anything calls it; and one
+    without a parameter for what it `takes`, such as "a list of episodes".
 
     `positional` is how many arguments it is given besides.
     """
+    kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
+    named_only = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
+    if takes and all(kind in named_only for kind in kinds):
+        raise ValueError(f"{what} {name!r} must take {takes}, and has no parameter for it")
     try:
         inspect.signature(function).bind(*[None] * positional, **kwargs)
     except TypeError as error:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from torchtitan_rl.config import RunConfig
 from torchtitan_rl.models.render import ChatRenderer
 from torchtitan_rl.rollout import Group, RolloutConfig
+from torchtitan_rl.stream_plan import index_name
 from torchtitan_rl.tasks.task import Example, Task
 
 MOST_NAMED = 10
@@ -19,7 +20,7 @@ class PromptGroups:
 
     Example:
         groups = PromptGroups(config, tasks, renderer)("train", examples, first=384)
-        groups[0].id  # "sum_digits/train/384"
+        groups[0].id  # "sum_digits/train/384"; in place of a failed one: ".../train/spare-12-0"
     """
 
     def __init__(
@@ -39,8 +40,8 @@ class PromptGroups:
             sampling = self._config.sampling_of(task.config)
             if greedy:
                 sampling = replace(sampling, n=1, temperature=0.0, logprobs=False)
-            shown = self._renderer.render(example.messages, tools=task.shown_tools)
-            group = Group(f"{task.name}/{split}/{i}", task, example, sampling, shown)
+            prompt = self._renderer.render(example.messages, tools=task.shown_tools)
+            group = Group(f"{task.name}/{split}/{index_name(i)}", task, example, sampling, prompt)
             check_prompt(group, self._config.limits)
             groups.append(group)
         return groups

@@ -130,6 +130,11 @@ class Replicas:
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(self._end(replica) for replica in self.replicas))
 
+    def take_deaths(self) -> int:
+        """How many died since the last call."""
+        died, self.deaths.since_step = self.deaths.since_step, 0
+        return died
+
     @property
     def hosts(self) -> set[str]:
         """The machines they are on."""

@@ -27,7 +27,15 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Generic, get_args
 
-from torchtitan_rl.stream_plan import Kind, Plan, Running, StreamConfig, Untrained, Work
+from torchtitan_rl.stream_plan import (
+    Kind,
+    Plan,
+    Running,
+    StreamConfig,
+    Untrained,
+    Work,
+    index_name,
+)
 
 
 class RolloutStream(Generic[Work]):
@@ -165,7 +173,8 @@ class RolloutStream(Generic[Work]):
 
     def _run(self, plan: Plan[Work], index: int, work: Work) -> None:
         loop = asyncio.get_running_loop()
-        task = loop.create_task(self._played(work), name=f"group {index} of step {plan.step}")
+        name = f"group {index_name(index)} of step {plan.step}"
+        task = loop.create_task(self._played(work), name=name)
         timer = loop.call_later(self.config.timeout_seconds, self._time_out, plan, index)
         group = Running(work, index, plan, self.version, loop.time(), task, timer)
         # A callback, as a task that is cancelled before its first turn runs none of its code.

@@ -11,6 +11,19 @@ SPARES, SPARES_PER_STEP = 2**40, 2**20
 """Where the indices begin that replace failed groups, and how many each step has."""
 
 
+def index_name(index: int) -> str:
+    """An index as people read it, in names of groups; no two indices look the same.
+
+    Example:
+        >>> index_name(384), index_name(SPARES + 3 * SPARES_PER_STEP + 1)
+        ('384', 'spare-3-1')
+    """
+    if index < SPARES:
+        return str(index)
+    step, number = divmod(index - SPARES, SPARES_PER_STEP)
+    return f"spare-{step}-{number}"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamConfig:
     """How many groups a step trains, how far ahead they start, and when to give up."""
@@ -120,7 +133,8 @@ class Plan(Generic[Work]):
         """Which groups are there, and which are waited for since when; the oldest first."""
         oldest = sorted(self.running.values(), key=lambda run: run.since)
         shown = [
-            f"group {run.index} for {now - run.since:.1f} s (started at version {run.version})"
+            f"group {index_name(run.index)} for {now - run.since:.1f} s "
+            f"(started at version {run.version})"
             for run in oldest[:8]
         ]
         more = [f"{len(oldest) - 8} more"] if len(oldest) > 8 else []

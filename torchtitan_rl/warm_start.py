@@ -12,7 +12,7 @@ import json
 import random
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from torchtitan.components.optimizer import LRSchedulersContainer
 
 from torchtitan_rl.actors.engine import SamplingConfig
 from torchtitan_rl.actors.environment import Environment
+from torchtitan_rl.actors.simulated import SimulatedTrainer
 from torchtitan_rl.actors.trainer import OptimizerConfig
 from torchtitan_rl.algorithms.advantage import AdvantageConfig
 from torchtitan_rl.algorithms.echo import EchoConfig, RoleEcho
@@ -80,9 +81,12 @@ class WarmStartConfig:
                 f"warm_start.experts must be 0 (dense) or at least 2; got {self.experts}"
             )
 
-    def folder(self, task: Task.Config, *, seed: int, thinking: bool) -> Path:
+    def folder(
+        self, task: Task.Config, *, seed: int, thinking: bool, stand_ins: Sequence[str] = ()
+    ) -> Path:
         """Where the model of these settings lives: other settings, or a task whose code has
-        changed, another folder."""
+        changed, another folder. `stand_ins` are actors in the places of the real ones: what these
+        make must not be taken for what a real trainer has learned."""
         settings = {
             "warm_start": asdict(self),
             "tasks": [_imitated(part) for part in task.parts()],
@@ -92,6 +96,8 @@ class WarmStartConfig:
             "thinking": thinking,
             "seed": seed,
         }
+        if stand_ins:
+            settings["stand_ins"] = list(stand_ins)
         for name in ("cache_dir", "experts"):
             settings["warm_start"].pop(name)
         digest = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=4)
@@ -124,6 +130,9 @@ async def ensure_starting_model(config: "Controller.Config", stop_signals) -> No
     console.print(f"making the starting model {folder.name} (kept for the next runs)")
     with work_folder(folder) as work:
         write_tiny_model(work / "random", seed=config.seed, experts=config.warm_start.experts)
+        if isinstance(config.trainer, SimulatedTrainer.Config):  # imitation would teach it nothing
+            (work / "random").rename(folder)
+            return
         controller = Controller(supervised(config, work))
         with stop_signals(controller):
             async with controller:

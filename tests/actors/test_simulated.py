@@ -1,6 +1,7 @@
 """Actors without a model: they do what is declared, in the places of the real ones."""
 
 import asyncio
+import math
 from dataclasses import replace
 
 import pytest
@@ -40,6 +41,24 @@ async def run(config, steps):
     async with Controller(config) as controller:
         controller.evaluate = no_evaluation  # type: ignore[method-assign]  # it may fail, too
         return [await controller.step(step) for step in range(steps)]
+
+
+@pytest.mark.parametrize(
+    ("config", "values", "message"),
+    [
+        (SimulatedGenerator, {"failure_rate": 1.5}, r"generator.failure_rate .* \[0, 1\]; got 1.5"),
+        (SimulatedGenerator, {"death_rate": -0.1}, "generator.death_rate .* got -0.1"),
+        (SimulatedGenerator, {"seconds_per_token": -1.0}, "generator.seconds_per_token must be"),
+        (SimulatedGenerator, {"seconds_per_pull": math.nan}, "generator.seconds_per_pull must be"),
+        (SimulatedGenerator, {"tensor_parallel_degree": 0}, "must be at least 1"),
+        (SimulatedTrainer, {"seconds_per_step": -1.0}, "trainer.seconds_per_step must be seconds"),
+        (SimulatedTrainer, {"seconds_per_publish": math.inf}, "trainer.seconds_per_publish must"),
+        (SimulatedTrainer, {"updates_per_step": 0}, "must be at least 1"),
+    ],
+)
+def test_what_cannot_be_is_refused(config, values, message):
+    with pytest.raises(ValueError, match=message):
+        config.Config(**values)
 
 
 async def test_declared_failures_cost_groups_and_never_the_run(tmp_path, tiny_model):

@@ -36,9 +36,21 @@ TRAINED = {
             {"overlong/truncated": 198, "overlong/dropped": 0},
             "step   12  │ 198 overlong episodes truncated",
         ),
+        (
+            {"groups/dropped/all": 2.0, "groups/partial/all": 1.0},
+            "step   12  │ 2 groups failed  │ 1 group lost samples",
+        ),
+        (
+            {"eval/accuracy": 0.5, "eval/prompts": 10, "rollouts/failed/evaluation": 2},
+            "step   12  │ held-out accuracy 50.0%  of 10 of 12 prompts",
+        ),
+        ({"eval/accuracy": 0.5, "eval/prompts": 12}, "step   12  │ held-out accuracy 50.0%"),
         ({}, "step   12"),
     ],
-    ids=["trained", "trained and evaluated", "evaluated", "overlong", "nothing"],
+    ids=[
+        *("trained", "trained and evaluated", "evaluated", "overlong", "failed groups"),
+        *("failed prompts", "all prompts", "nothing"),
+    ],
 )
 def test_step_line(values, line):
     assert step_line(12, values) == line
@@ -75,6 +87,34 @@ def test_the_summary_compares_the_first_evaluation_with_the_last(tmp_path, capsy
         ["accuracy", "40.0%", "65.5%", "+25.5 points"],
         ["reward", "0.510", "0.750", "+0.240"],
     ]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "row"),
+    [
+        ({"eval/prompts": 20}, {"eval/prompts": 20}, None),
+        (
+            {"eval/prompts": 20},
+            {"eval/prompts": 12, "rollouts/failed/evaluation": 8},
+            ["of prompts", "20 of 20", "12 of 20", "not the same"],
+        ),
+        (
+            {"eval/prompts": 12, "rollouts/failed/evaluation": 8},
+            {"eval/prompts": 12, "rollouts/failed/evaluation": 8},
+            ["of prompts", "12 of 20", "12 of 20", ""],
+        ),
+        (
+            {},
+            {"eval/prompts": 12, "rollouts/failed/evaluation": 8},
+            ["of prompts", "?", "12 of 20", "not the same"],
+        ),
+    ],
+)
+def test_the_summary_says_of_how_many_prompts_it_is(tmp_path, capsys, before, after, row):
+    rows = [{"step": i, "eval/accuracy": 0.4} | values for i, values in enumerate((before, after))]
+    lines = [line.split("│")[1:-1] for line in summary(tmp_path, rows, capsys).splitlines()]
+    table = [[cell.strip() for cell in line] for line in lines if line]
+    assert [line for line in table if "prompts" in line[0]] == ([row] if row else [])
 
 
 def test_the_summary_says_where_everything_is(tmp_path, capsys, monkeypatch):

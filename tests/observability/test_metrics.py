@@ -182,7 +182,7 @@ def test_tasks_with_turns_tell_of_them():
 
 def test_evaluations_name_tasks_only_if_there_are_several():
     one = [("sums", scored(1.0, 4)), ("sums", scored(0.0, 4))]
-    assert evaluation_metrics(one) == {"eval/accuracy": 0.5, "eval/reward": 0.5}
+    assert evaluation_metrics(one) == {"eval/accuracy": 0.5, "eval/reward": 0.5, "eval/prompts": 2}
     two = evaluation_metrics([*one, ("words", scored(1.0, 4))])
     assert two["eval/accuracy"] == pytest.approx(2 / 3)
     assert two["eval/accuracy/sums"] == 0.5

@@ -6,15 +6,16 @@ import pytest
 
 from torchtitan_rl.observability import timeline
 from torchtitan_rl.observability.timeline import Timeline
+from torchtitan_rl.view.jsonl import parse, tail
 
 
 def read(path):
     """As viewers do: a list that may lack its end."""
-    return json.loads(path.read_text().rstrip().rstrip(",") + "]")
+    return json.loads(path.read_text().rstrip().rstrip(",]") + "]")
 
 
 def spans(path):
-    rows = {e["tid"]: e["args"]["name"] for e in read(path) if e["ph"] == "M"}
+    rows = {e["tid"]: e["args"]["name"] for e in read(path) if e["name"] == "thread_name"}
     return [(rows[e["tid"]], e["name"], e["args"]) for e in read(path) if e["ph"] == "X"]
 
 
@@ -58,12 +59,50 @@ def test_what_fails_is_there_too(tmp_path):
 
 
 def test_a_resumed_run_goes_on_in_the_same_file(tmp_path):
-    for _ in range(2):
-        log = Timeline(tmp_path / "timeline.json")
+    path = tmp_path / "timeline.json"
+    for times in (1, 2, 3):
+        log = Timeline(path)
         with log.span("trainer", "train"):
             pass
+        assert len(spans(path)) == times  # also if it is killed here
         log.close()
-    assert len(spans(tmp_path / "timeline.json")) == 2
+        assert len([e for e in json.loads(path.read_text()) if e["ph"] == "X"]) == times
+
+
+def test_a_killed_run_goes_on_and_ends_in_order(tmp_path):
+    path = tmp_path / "timeline.json"
+    killed, resumed = Timeline(path), Timeline(path)
+    for log in (killed, resumed):
+        with log.span("trainer", "train"):
+            pass
+        if log is killed:
+            assert log._file is not None
+            log._file.close()  # as the kernel does, without an end
+    resumed.close()
+    resumed.close()
+    assert len([e for e in json.loads(path.read_text()) if e["ph"] == "X"]) == 2
+
+
+def test_a_reader_that_follows_misses_nothing_and_sees_nothing_twice(tmp_path):
+    """As the page does, from before a run ends to after it is resumed."""
+    path, cursor, seen = tmp_path / "timeline.json", "", []
+
+    def follow():
+        nonlocal cursor
+        new = tail(path, cursor)
+        events = [parse(line.strip().strip(b"[],")) for line in new.lines]
+        seen[:] = [] if new.reset else seen
+        seen.extend(event["name"] for event in events if event and event["ph"] == "X")
+        cursor = new.cursor
+
+    for name in "abc":
+        log = Timeline(path)
+        with log.span("trainer", name):
+            pass
+        follow()
+        log.close()
+        follow()
+    assert seen == ["a", "b", "c"]
 
 
 def test_a_file_that_grew_large_makes_room(tmp_path, monkeypatch):
@@ -80,6 +119,7 @@ def test_a_file_that_grew_large_makes_room(tmp_path, monkeypatch):
     ]
     assert numbers == list(range(numbers[0], 100))
     assert all(path.stat().st_size < 2500 for path in tmp_path.iterdir())
+    assert isinstance(json.loads((tmp_path / "timeline.old.json").read_text()), list)
 
 
 def test_none_is_written_if_nobody_wants_it(tmp_path):

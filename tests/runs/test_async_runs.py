@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -109,7 +110,7 @@ async def test_generation_runs_ahead_and_survives_its_generators(tmp_path, tiny_
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-async def test_reward_functions_that_fail_cost_their_group(tmp_path, tiny_model, ahead):
+async def test_reward_functions_that_fail_cost_their_group(tmp_path, tiny_model, ahead, capsys):
     config = config_for(
         tmp_path,
         tiny_model,
@@ -120,6 +121,8 @@ async def test_reward_functions_that_fail_cost_their_group(tmp_path, tiny_model,
     )
     rows, _ = await steps(config, 3)
     assert sum(row["groups/dropped/moody"] for row in rows) >= 2
+    said = capsys.readouterr().out
+    assert said.count("failed: reward function of task 'moody'") == 1  # not every step again
     assert sum(row["rollouts/failed/all"] for row in rows) >= 8
     # Where groups run ahead another one takes the place; else the step goes on without.
     assert all(row["episodes"] == (16 if ahead else 12) for row in rows)
@@ -130,6 +133,10 @@ async def test_reward_functions_that_fail_cost_their_group(tmp_path, tiny_model,
     assert {record["task"] for record in logged} == {"moody"}
     assert all("raised KeyError" in record["reason"] for record in logged)
     assert len({record["group"] for record in logged}) == len(logged)
+    trained = {record["group"] for record in saved(tmp_path) if record["split"] == "train"}
+    spares = {name for name in trained if re.fullmatch(r"moody/train/spare-\d-\d", name)}
+    assert bool(spares) == bool(ahead)
+    assert {name for name in trained - spares if len(name) > len("moody/train/99")} == set()
     dropped = [record for record in saved(tmp_path) if record["split"] == "dropped"]
     assert len(dropped) == sum(row["rollouts/failed/all"] for row in rows)
     assert all("raised KeyError" in record["failure"] for record in dropped)

@@ -109,12 +109,14 @@ def test_a_run_writes_what_it_promises(finished):
         assert row["mismatch/all/max"] <= 1e-4
         assert row["policy_version"] == row["step"] + 1
         assert not [key for key in row if "echo" in key]  # it is off
-    assert set(rows[-1]) == {"step", "eval/accuracy", "eval/reward"}
+    assert set(rows[-1]) == {"step", "eval/accuracy", "eval/reward", "eval/prompts"}
     assert rows[-1]["eval/reward"] > rows[0]["eval/reward"]
     config = json.loads((finished.folder / "config.json").read_text())
     assert config["task"]["name"] == "low_tokens"
     assert find_checkpoints(finished.folder / "checkpoints") == [2, 4, 6]
     assert list((finished.folder / "tensorboard").glob("events*"))
+    spans = json.loads((finished.folder / "timeline.json").read_text())
+    assert {"generate", "grade", "train"} <= {span["name"] for span in spans}
 
 
 def test_every_number_is_explained(finished):

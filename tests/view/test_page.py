@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,10 @@ def test_two_runs_are_overlaid(opened):
     page.wait_for(".chart", 6)
     labels = set(page.each(".chart .u-label"))
     assert {"grpo · all", "maxrl · all", "maxrl · held out"} <= labels
+    # Colour and dashes: a curve can be told from every other by its legend.
+    for title in ("Reward", "Accuracy"):
+        lines = page.each(f"[data-title={title}] .u-marker canvas", "e.toDataURL()")
+        assert len(set(lines)) == len(lines) == len(page.each(f"[data-title={title}] .u-label")) - 1
     page.choose("select[name=task]", "calculator")
     page.wait("document.querySelector('.chart').textContent.includes('maxrl · calculator')")
 
@@ -238,6 +243,32 @@ def test_the_timeline_has_a_lane_a_thread(opened):
     page.wait("+document.querySelector('main > p').textContent.split(' ')[0] < 150")
 
 
+def test_a_colour_of_the_timeline_means_one_thing(opened):
+    run = opened.runs[0]
+    names = ["start", "say its step", "end", "cancel", "answer a probe", "measure", "respond"]
+    names += ["publish weights", "pull weights", "save a checkpoint", "compute logprobs"]
+    for number, name in enumerate([*names, "export the model"]):
+        span = {"name": name, "ph": "X", "pid": 1, "tid": number % 4, "args": {}}
+        run._event({**span, "ts": (run.clock + number) * 1e6, "dur": 1e6})
+    page = opened.go("timeline")
+    page.wait_for(".legend .swatch", 16)
+    colours = page.each(".legend .swatch", BACKGROUND)
+    assert len(set(colours)) == 16
+
+
+def test_a_run_that_writes_no_more_says_so(opened):
+    run = opened.runs[1]
+    page = opened.go("overview")
+    page.wait("document.querySelector('#status').textContent.includes('written just now')")
+    then = time.time() - 12.5 * 60
+    for path in run.folder.iterdir():
+        os.utime(path, (then, then))
+    page.wait(
+        "[...document.querySelectorAll('#status span')].some(e => e.textContent =="
+        " 'maxrl: 25 of 80 steps · 420 rollouts · last written 12 min ago')"
+    )
+
+
 def test_what_a_rollout_says_is_text_and_nothing_of_it_runs(opened):
     page = opened.go("rollouts?task=evil")
     page.wait_for("tbody tr", 2)
@@ -273,7 +304,7 @@ def test_a_new_step_and_a_cut_line_show_without_a_reload(opened):
     page.js("window.same = true")
     first.write_step(25)
     page.wait("document.querySelector('tbody tr').cells[0].textContent == '25'")
-    page.wait("document.querySelector('#status').textContent.includes('grpo: step 25')")
+    page.wait("document.querySelector('#status').textContent.includes('grpo: 26 of 80 steps')")
     assert page.count(".broken") == 0
     record = json.dumps(first.record(26, 0, 0))
     path = first.folder / "rollouts/step-000026.jsonl"

@@ -2,11 +2,13 @@
 
 They stand where the real ones stand, as a choice in a recipe: with
 `generator=SimulatedGenerator.Config()` tokens are random, with `trainer=SimulatedTrainer.Config()`
-nothing is learned.
+nothing is learned. Prompts are rendered all the same, so a model folder with a tokenizer is needed;
+and steps train only if the task rewards some random tokens more than others.
 """
 
 import asyncio
 import itertools
+import math
 import os
 import random
 from dataclasses import dataclass
@@ -42,6 +44,15 @@ class SimulatedGenerator(Actor, Configurable):
         """Share of calls that fail."""
         death_rate: float = 0.0
         """Share of calls in which the process dies."""
+
+        def __post_init__(self) -> None:
+            VLLMGenerator.Config.__post_init__(self)  # no `super()` in a class with slots
+            _check_seconds("generator", self, "seconds_per_token", "seconds_per_pull")
+            for name in ("failure_rate", "death_rate"):
+                if not 0 <= (rate := getattr(self, name)) <= 1:
+                    raise ValueError(
+                        f"generator.{name} must be a share of calls, in [0, 1]; got {rate}"
+                    )
 
     def __init__(self, config: Config, *, model: str, seed: int) -> None:
         self.config, self._seed = config, seed
@@ -114,6 +125,10 @@ class SimulatedTrainer(Actor, Configurable):
         seconds_per_publish: float = 0.0
         """To snapshot the weights."""
 
+        def __post_init__(self) -> None:
+            Trainer.Config.__post_init__(self)
+            _check_seconds("trainer", self, "seconds_per_step", "seconds_per_publish")
+
     def __init__(
         self,
         config: Config,
@@ -162,9 +177,17 @@ class SimulatedTrainer(Actor, Configurable):
         """There is nothing to export."""
 
 
+def _check_seconds(who: str, config: Any, *names: str) -> None:
+    for name in names:
+        if not 0 <= (seconds := getattr(config, name)) < math.inf:
+            raise ValueError(f"{who}.{name} must be seconds, 0 or more; got {seconds}")
+
+
 def _ages(grid: Grid, version: int) -> Metrics:
     measured = []
     for cell in (cell for row in grid.cells for cell in row):
+        if "token_versions" not in cell.streams:  # demonstrations, which nobody sampled
+            continue
         trains = cell.streams["loss_mask"]
         ages = version - cell.streams["token_versions"][trains]
         sequences = segment_ids(segments(cell.documents))[trains]

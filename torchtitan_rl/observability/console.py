@@ -15,6 +15,9 @@ from rich.table import Table
 from torchtitan_rl.observability.run_folder import RunFolder
 from torchtitan_rl.observability.sinks import read_metrics
 
+FAILED_PROMPTS = "rollouts/failed/evaluation"
+"""Held-out prompts that the numbers of an evaluation are not of."""
+
 console = Console(highlight=False, soft_wrap=True)
 error_console = Console(highlight=False, soft_wrap=True, stderr=True)
 
@@ -84,9 +87,26 @@ def step_line(step: int, values: Mapping[str, float]) -> str:
     for done in ("truncated", "dropped"):
         if count := values.get(f"overlong/{done}"):
             parts.append(f"│ {count:.0f} overlong episodes {done}")
+    for key, what in (("dropped", "failed"), ("partial", "lost samples")):
+        if count := values.get(f"groups/{key}/all"):
+            parts.append(f"│ {count:.0f} group{'s' * (count > 1)} {what}")
     if "eval/accuracy" in values:
         parts.append(f"│ held-out accuracy {values['eval/accuracy']:.1%}")
+        if values.get(FAILED_PROMPTS):
+            parts.append(f"of {_prompts(values)} prompts")
     return "  ".join(parts)
+
+
+def _prompts(values: Mapping[str, float]) -> str:
+    """How many held-out prompts an evaluation is of.
+
+    Example:
+        >>> _prompts({"eval/prompts": 10, "rollouts/failed/evaluation": 2})
+        '10 of 12'
+    """
+    if (graded := values.get("eval/prompts")) is None:  # of a run from before it was counted
+        return "?"
+    return f"{graded:.0f} of {graded + values.get(FAILED_PROMPTS, 0):.0f}"
 
 
 def failed_calls(values: Mapping[str, float]) -> float:
@@ -103,7 +123,7 @@ def failed_calls(values: Mapping[str, float]) -> float:
 def print_summary(folder: RunFolder) -> None:
     """A table of the evaluations before → after, then the paths of what was written."""
     evaluations = [
-        {key: value for key, value in row.items() if key.startswith("eval/")}
+        {k: value for k, value in row.items() if k.startswith("eval/") or k == FAILED_PROMPTS}
         for row in read_metrics(folder.metrics_file)
         if "eval/accuracy" in row
     ]
@@ -132,11 +152,14 @@ def _print_evaluations(
     )
     for column in ("", "before", "after", "change"):
         table.add_column(column, justify="right" if column else "left")
-    for key in sorted(before.keys() & after.keys()):
+    for key in sorted(before.keys() & after.keys() - {"eval/prompts", FAILED_PROMPTS}):
         percent = key.startswith("eval/accuracy")
         style = "{:.1%}" if percent else "{:.3f}"
         change = after[key] - before[key]
         points = f"{change * 100:+.1f} points" if percent else f"{change:+.3f}"
         name = key.removeprefix("eval/")
         table.add_row(name, style.format(before[key]), style.format(after[key]), points)
+    if FAILED_PROMPTS in before.keys() | after.keys():  # else both are of the same prompts
+        counts = _prompts(before), _prompts(after)
+        table.add_row("of prompts", *counts, "not the same" if counts[0] != counts[1] else "")
     console.print(table)

@@ -84,16 +84,17 @@ def failure_metrics(failures: Iterable["Failure"], tasks: Iterable[str]) -> dict
 
 
 def evaluation_metrics(scored: Iterable[tuple[str, ScoredCompletion]]) -> dict[str, float]:
-    """Accuracy and reward of all, and of each task if there are several.
+    """Accuracy and reward of all, and of each task if there are several; and of how many prompts.
 
     Example:
-        eval/accuracy, eval/reward, eval/accuracy/calculator
+        eval/accuracy, eval/reward, eval/accuracy/calculator, eval/prompts
     """
     samples = list(scored)
     means = flatten(rollout_metrics(samples))
     several = {task for task, _ in samples} if len({task for task, _ in samples}) > 1 else set()
-    return {
+    found = {
         f"eval/{name}{suffix}": means[f"{name}/{who}/mean"]
         for name in ("accuracy", "reward")
         for who, suffix in [("all", ""), *((task, f"/{task}") for task in sorted(several))]
     }
+    return {**found, "eval/prompts": len(samples)}

@@ -13,10 +13,15 @@ MOST_BYTES = 64 << 20
 """A larger file becomes `timeline.old.json`, in the place of the one before it."""
 
 
+END, NO_END = "\n]\n", " ,\n"
+"""The end of the list, and what takes its place, byte for byte, when a run goes on."""
+
+
 class Timeline:
     """Chrome trace events, a line each: the page shows them, and so does any viewer of traces.
 
-    A run that is killed leaves a list without its end, which viewers take as it is. Spans of a lane
+    A run that ends in order leaves valid JSON. One that is killed leaves a list without its end,
+    which viewers take as it is. Spans of a lane
     that overlap, such as groups on a generator, get rows of their own.
 
     Example:
@@ -56,8 +61,12 @@ class Timeline:
             )
 
     def close(self) -> None:
-        """Close the file; the next span opens it again."""
+        """End the list and close the file; the next span opens both again."""
         if self._file is not None:
+            # An event without a comma behind it. What is there stays as it is: the page may be
+            # reading along.
+            name = {"name": "process_name", "ph": "M", "args": {"name": "torchtitan_rl"}}
+            self._file.write(json.dumps({**name, "pid": os.getpid()}) + END)
             self._file.close()
             self._file = None
         self._rows.clear()
@@ -79,7 +88,19 @@ class Timeline:
     def _write(self, **event: Any) -> None:
         if self._file is None:
             assert self._path is not None
+            _open_again(self._path)
             self._file = self._path.open("a", buffering=1)  # whole lines, whatever happens
             if not self._file.tell():
                 self._file.write("[\n")
         self._file.write(json.dumps({**event, "pid": os.getpid()}) + ",\n")
+
+
+def _open_again(path: Path) -> None:
+    """Take the end off a list that has one."""
+    if not path.exists() or path.stat().st_size < len(END):
+        return
+    with path.open("r+b") as file:
+        file.seek(-len(END), os.SEEK_END)
+        if file.read() == END.encode():
+            file.seek(-len(END), os.SEEK_END)
+            file.write(NO_END.encode())

@@ -79,6 +79,7 @@ class Viewer:
             "scanned": progress.scanned,
             "version": progress.version,
             "error": self.index.error,
+            "written": written(folder),
             "config": self._config(folder) if not values.get("cursor") else None,
         }
 
@@ -197,6 +198,15 @@ class Viewer:
         except OSError:
             return None
         return {key: text(value)[:2000] for key, value in (config or {}).items()}
+
+
+def written(folder: Path) -> float | None:
+    """When a run has last written something, in seconds since 1970."""
+    times = []
+    for name in ("metrics.jsonl", "timeline.json", "rollouts", "config.json"):
+        with contextlib.suppress(OSError):
+            times.append((folder / name).stat().st_mtime)
+    return max(times, default=None)
 
 
 def _shown(record: dict[str, Any]) -> dict[str, Any]:

@@ -48,15 +48,32 @@ function showRuns() {
   );
 }
 
+/** Steps that are done: the last line of a run may be an evaluation alone. */
+function stepsDone(metrics) {
+  const last = [...metrics.keys()].reduce((a, b) => Math.max(a, b), -1);
+  return last + (metrics.get(last)?.["time/step"] === undefined ? 0 : 1);
+}
+
+/** How long ago a run has last written something: one that was killed looks like a live one else. */
+function lastWritten(seconds) {
+  const minutes = Math.floor((Date.now() / 1000 - seconds) / 60);
+  if (minutes < 1) return "written just now";
+  const hours = Math.floor(minutes / 60);
+  const ago = minutes < 60 ? `${minutes} min` : hours < 48 ? `${hours} h` : `${Math.floor(hours / 24)} days`;
+  return `last written ${ago} ago`;
+}
+
 function showStatus() {
   const parts = [];
   for (const name of store.chosen) {
     const { status, metrics } = store.run(name);
     if (!status) continue;
     const rollouts = status.rollouts.toLocaleString("en");
-    const steps = metrics.size ? `step ${[...metrics.keys()].reduce((a, b) => Math.max(a, b))} · ` : "";
+    const total = Number(status.config?.steps) ? ` of ${Number(status.config.steps)}` : "";
+    const steps = metrics.size ? `${stepsDone(metrics)}${total} steps · ` : "";
+    const written = status.written ? ` · ${lastWritten(status.written)}` : "";
     const prefix = store.chosen.length > 1 ? `${visible(name)}: ` : "";
-    parts.push(h("span", {}, `${prefix}${steps}${rollouts} rollouts`));
+    parts.push(h("span", {}, `${prefix}${steps}${rollouts} rollouts${written}`));
     if (status.files_pending || !status.scanned)
       parts.push(
         h("progress", { max: status.files || 1, value: status.files - status.files_pending }),
@@ -91,6 +108,8 @@ store.subscribe(() => {
   showStatus();
   current.update?.();
 });
+
+setInterval(showStatus, 15_000); // time passes also where nothing is written
 
 let shown = "";
 store.subscribe(() => {

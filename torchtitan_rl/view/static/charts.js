@@ -1,8 +1,8 @@
 // Curves over steps, drawn by uPlot (vendored in uplot/).
-import { css, h, short, visible } from "./dom.js";
+import { css, h, short, strokeOf, visible } from "./dom.js";
 
 const uPlot = globalThis.uPlot;
-const COLOURS = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7", "--c8"];
+export const COLOURS = Array.from({ length: 16 }, (_, i) => `--c${i + 1}`);
 const DASHES = [[], [8, 4], [2, 3], [10, 3, 2, 3], [4, 4]];
 
 export const colour = (number) => css(COLOURS[number % COLOURS.length]);
@@ -56,6 +56,11 @@ export class Chart {
     this.#shape = shape;
     this.#plot?.destroy();
     this.#plot = new uPlot(this.#options(), data, this.body);
+    // A square could not tell curves apart that differ in their dashes only.
+    if (!this.stack)
+      this.body
+        .querySelectorAll(".u-series:not(:first-child) .u-marker")
+        .forEach((marker, i) => marker.replaceChildren(strokeOf(series[i].colour, series[i].dash)));
   }
 
   close() {
@@ -81,7 +86,7 @@ export class Chart {
         y: { range: this.stack ? (_u, _low, high) => [0, (high || 1) * 1.05] : undefined },
       },
       cursor: { sync: { key: "steps" }, points: { size: 6 }, y: false },
-      legend: { live: true },
+      legend: { live: true, markers: this.stack ? {} : { width: 0, fill: "transparent" } },
       axes: [
         { ...axis, font, size: 28 },
         { ...axis, font, size: 52, values: (_u, ticks) => ticks.map(short) },

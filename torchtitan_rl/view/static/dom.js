@@ -58,6 +58,21 @@ export function select(name, options, value, onchange) {
   return h("select", { name, onchange: (event) => onchange(event.target.value) }, made);
 }
 
+/** A short line as a curve is drawn, for a legend. */
+export function strokeOf(colour, dash = []) {
+  const sharp = 2; // pixels of the canvas for one of the page
+  const canvas = h("canvas", { class: "stroke", width: 26 * sharp, height: 8 * sharp });
+  const pen = canvas.getContext("2d");
+  pen.scale(sharp, sharp);
+  pen.strokeStyle = colour;
+  pen.lineWidth = 2.5;
+  pen.setLineDash(dash);
+  pen.moveTo(0, 4);
+  pen.lineTo(26, 4);
+  pen.stroke();
+  return canvas;
+}
+
 export function css(variable) {
   return getComputedStyle(document.documentElement).getPropertyValue(variable).trim();
 }

@@ -1,11 +1,17 @@
 // Spans on one time axis, a lane a thread: a stall is a gap.
-import { colour } from "./charts.js";
+import { COLOURS, colour } from "./charts.js";
 import { css, h, select, short, showTip, visible } from "./dom.js";
 import { get, store } from "./store.js";
 
 const LANE = 30;
 const LEFT = 170;
 const TOP = 26;
+
+// Each its own colour, the same in every run; that of what is not listed is none of these.
+const NAMES = [
+  ...["generate", "grade", "train", "pull weights", "publish weights", "respond", "compute logprobs"],
+  ...["start", "measure", "save a checkpoint", "export the model"],
+];
 
 /** Round distances between ticks: 1, 2 or 5 times a power of ten. */
 export function tickSize(seconds, most) {
@@ -66,7 +72,12 @@ export function timeline(root, parameters) {
   const end = () => to ?? data?.seconds ?? 1;
   const scale = () => (canvas.clientWidth - LEFT) / Math.max(end() - from, 1e-6);
   const colourOf = (name) => {
-    if (!names.has(name)) names.set(name, colour(names.size));
+    if (!names.has(name)) {
+      const others = [...names.keys()].filter((other) => !NAMES.includes(other)).length;
+      const known = NAMES.indexOf(name);
+      const free = NAMES.length + (others % (COLOURS.length - NAMES.length));
+      names.set(name, colour(known < 0 ? free : known));
+    }
     return names.get(name);
   };
 
@@ -131,7 +142,7 @@ export function timeline(root, parameters) {
       ? "This run has no timeline.json yet."
       : `${data.shown} of ${data.total} spans in view${data.shown < data.total ? " (the longest; zoom in for the others)" : ""}. Wheel: zoom · drag: move · double click: all`;
     legend.replaceChildren(
-      ...[...names].slice(0, 10).map(([name, value]) => {
+      ...[...names].slice(0, COLOURS.length).map(([name, value]) => {
         const swatch = h("i", { class: "swatch" });
         swatch.style.background = value;
         return h("span", {}, swatch, visible(name));
