@@ -4,7 +4,7 @@ PLATFORM ?= auto
 ARGS ?=
 PY := .venv/bin/python
 # Two test files at a time, each in one process: their meshes and engines are shared within a file.
-PARALLEL ?= -n 2 --dist loadfile
+PARALLEL ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 ifneq ($(filter cpu cuda,$(PLATFORM)),)
 export TORCHTITAN_RL_PLATFORM := $(PLATFORM)

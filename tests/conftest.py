@@ -7,6 +7,14 @@ import pytest
 from tests.models.support import noisy_copy
 from torchtitan_rl.models.tiny import write_tiny_model
 
+LONG = ("runs", "actors", "examples", "weight_sync", "models", "view", "test_readme.py")
+"""What takes longest, in few tests. Else one process would be left alone with it at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    items.sort(key=lambda item: item.path.relative_to(here).parts[0] not in LONG)
+
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
