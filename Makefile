@@ -11,7 +11,7 @@ export TORCHTITAN_RL_PLATFORM := $(PLATFORM)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install model train test bench integration format clean
+.PHONY: help install model train test docs bench integration format clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -26,12 +26,16 @@ train: install ## Train: make train CONFIG=<recipe> ARGS='--steps 20'
 model: install ## Make SmolLM2-135M-Instruct, a small real model, in outputs/models; fetches 90 MB once.
 	@exec $(PY) -m torchtitan_rl.models.smollm2 $(ARGS)
 
-test: install ## Lint, format check, type check and tests: make test ARGS='-k name'
+test: install ## Lint, format check, type check, tests and docs: make test ARGS='-k name'
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
 	@scripts/browser.sh
 	@exec $(PY) -m pytest $(PARALLEL) $(ARGS)
+
+docs: install ## Build the pages of docs/; warnings are errors, as in `make test`.
+	@$(PY) -m sphinx -q -W --keep-going -n -b html docs outputs/docs
+	@echo "open $(CURDIR)/outputs/docs/index.html"
 
 bench: install ## Run every benchmark.
 	@exec $(PY) benchmarks/run_all.py $(ARGS)

@@ -12,8 +12,9 @@ from torchtitan_rl.actors.trainer import OptimizerConfig, Trainer, annealed_lr, 
 from torchtitan_rl.algorithms.advantage import AdvantageConfig
 from torchtitan_rl.algorithms.echo import EchoConfig, ToolEcho
 from torchtitan_rl.algorithms.objective import LossConfig
-from torchtitan_rl.config import EvaluationConfig
+from torchtitan_rl.config import CheckpointConfig, EvaluationConfig
 from torchtitan_rl.controller import Controller
+from torchtitan_rl.models import smollm2
 from torchtitan_rl.models.mesh import Parallelism
 from torchtitan_rl.rollout import RolloutConfig
 from torchtitan_rl.tasks.calculator import Calculator
@@ -96,24 +97,46 @@ def echo_calculator_tiny() -> Controller.Config:
     )
 
 
-def grpo_jsonl() -> Controller.Config:
-    """GRPO on questions and answers of your own: --task.path my.jsonl --model models/<folder>."""
+def grpo_sum_digits_smollm2_135m() -> Controller.Config:
+    """Sums of digits with SmolLM2-135M-Instruct, a real language model, on a laptop CPU."""
     return Controller.Config(
-        model="outputs/models/SmolLM2-135M-Instruct",  # of `make model`
-        task=Jsonl.Config(),
-        steps=100,
-        prompts_per_step=16,
+        model=smollm2.FOLDER,  # made when it is first asked for
+        task=SumDigits.Config(
+            min_numbers=1,
+            max_numbers=1,
+            digits=3,
+            # As it would say it itself: "The sum of the digits of 681 is 6 + 8 + 1 = 15."
+            prompt="What is the sum of the digits of {}?",
+            answer=r"= (\d+)\.?\s*$",
+        ),
+        steps=30,
+        prompts_per_step=8,
         generator=VLLMGenerator.Config(
-            sampling=SamplingConfig(n=8, max_tokens=128),
-            engine=EngineConfig(max_model_len=512, kv_cache_gib=1.0),
+            sampling=SamplingConfig(n=8, max_tokens=32),
+            engine=EngineConfig(
+                max_model_len=128,
+                max_num_seqs=128,
+                max_num_batched_tokens=2048,
+                kv_cache_gib=0.25,
+            ),
         ),
         trainer=Trainer.Config(
-            optimizer=OptimizerConfig(lr=5e-6),
-            lr_scheduler=constant_lr(warmup_steps=5),
-            tokens_per_microbatch=2048,  # what a laptop has the memory for
+            optimizer=OptimizerConfig(lr=1e-5),
+            lr_scheduler=constant_lr(warmup_steps=3),
+            tokens_per_microbatch=640,  # two groups: more would be faster by little, and need more
+            share_prompts=True,
         ),
-        evaluation=EvaluationConfig(every=20, prompts=50),
+        advantage=AdvantageConfig(name="grpo"),
+        evaluation=EvaluationConfig(every=5, prompts=80),
+        checkpoint=CheckpointConfig(every=15),
     )
+
+
+def grpo_jsonl() -> Controller.Config:
+    """GRPO on questions and answers of your own: --task.path my.jsonl --model models/<folder>."""
+    config = grpo_sum_digits_smollm2_135m()
+    engine = EngineConfig(max_model_len=512, kv_cache_gib=0.5)  # room for longer questions
+    return replace(config, task=Jsonl.Config(), generator=replace(config.generator, engine=engine))
 
 
 def grpo_sum_digits_qwen3_0_6b() -> Controller.Config:

@@ -5,11 +5,13 @@ faster does so for both. The model is tiny and quick: with a real one, the share
 """
 
 import asyncio
+import random
 import statistics
 import tempfile
 import time
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 from async_overlap import Coins
@@ -21,8 +23,11 @@ from torchtitan_rl.controller import Controller
 from torchtitan_rl.models.tiny import write_tiny_model
 from torchtitan_rl.observability.sinks import open_metrics_log
 
-BLOCKS, STEPS = 7, 6
-"""The first block is not counted."""
+BLOCKS, STEPS = 17, 3
+"""Short blocks: a machine drifts within seconds, by more than is to be measured. Not counted: the
+first two, and in each the first step of a kind, where threads of the other may still be writing."""
+WARM_UP = 2
+RESAMPLED = 2000
 
 
 def config_for(folder: Path, *, logs: bool) -> Controller.Config:
@@ -70,11 +75,31 @@ async def main() -> None:
             log.close()
             for controller in runs.values():
                 controller.rollout_log.close()
-    pairs = list(zip(seconds[True], seconds[False], strict=True))[STEPS:]
-    more = statistics.median(on - off for on, off in pairs)
-    off = statistics.median(off for _, off in pairs)
-    note(f"a step takes {off:.3f} s, and {1000 * more:+.0f} ms with everything logged")
-    report("logging_cost", "logging_cost_share", "tiny model", more / off)
+    with_logs, without = counted(seconds[True]), counted(seconds[False])
+    more = [on - off for on, off in zip(with_logs, without, strict=True)]
+    off = statistics.median(without)
+    tell_noise(more, off)
+    report("logging_cost", "logging_cost_share", "tiny model", statistics.median(more) / off)
+
+
+def counted(seconds: list[float]) -> list[float]:
+    return [s for step, s in enumerate(seconds) if step >= WARM_UP * STEPS and step % STEPS]
+
+
+def tell_noise(more: list[float], off: float) -> None:
+    """How much the differences of `more` seconds spread, and so their median."""
+    low, middle, high = (1000 * value for value in statistics.quantiles(more, n=4))
+    note(f"a step takes {off:.3f} s, and {middle:+.0f} ms with everything logged")
+    note(f"half of the {len(more)} pairs differ by {low:+.0f} to {high:+.0f} ms")
+    # Whole blocks: the pairs of one were measured in the same seconds, and err together.
+    size, chance = STEPS - 1, random.Random(0)
+    blocks = [more[start : start + size] for start in range(0, len(more), size)]
+    medians = [
+        statistics.median(chain.from_iterable(chance.choices(blocks, k=len(blocks))))
+        for _ in range(RESAMPLED)
+    ]
+    least, *_, most = statistics.quantiles(medians, n=20)
+    note(f"other blocks like these would say {least / off:+.3f} to {most / off:+.3f} (90 %)")
 
 
 if __name__ == "__main__":

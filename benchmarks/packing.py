@@ -90,7 +90,7 @@ class Bench:
         (folder / "config.json").write_text(json.dumps(LLAMA_135M))
         self.rank = ModelRank(str(folder), Parallelism(), dtype="float32", seed=0)
         parameters = list(self.rank.model.parameters())
-        self.optimizer = torch.optim.AdamW(parameters, lr=1e-6, foreach=True)
+        self.optimizer = torch.optim.AdamW(parameters, lr=1e-6, fused=True)
         head = LLAMA_135M["vocab_size"] * LLAMA_135M["hidden_size"]
         self.layer_parameters = sum(p.numel() for p in parameters) - head
         self.head_parameters = head

@@ -1,6 +1,6 @@
 """Run every benchmark, keep its JSON lines under outputs/benchmarks/, and show a table.
 
-python benchmarks/run_all.py            all of them
+python benchmarks/run_all.py            all but peer_trl, which installs TRL and takes minutes
 python benchmarks/run_all.py overhead   those whose name contains a word
 """
 
@@ -15,7 +15,11 @@ from rich.table import Table
 from torchtitan_rl.observability.console import console
 
 HERE = Path(__file__).parent
-NOT_BENCHMARKS = {"run_all.py", "common.py", "bare_engine.py", "weight_movers.py"}
+NOT_BENCHMARKS = {
+    *("run_all.py", "common.py", "bare_engine.py", "weight_movers.py"),
+    *("peer_work.py", "peer_ours.py", "peer_theirs.py"),
+}
+ONLY_NAMED = {"peer_trl.py"}
 
 
 def main(words: list[str]) -> int:
@@ -23,7 +27,7 @@ def main(words: list[str]) -> int:
         script
         for script in sorted(HERE.glob("*.py"))
         if script.name not in NOT_BENCHMARKS
-        and (not words or any(word in script.stem for word in words))
+        and (any(word in script.stem for word in words) if words else script.name not in ONLY_NAMED)
     ]
     folder = Path("outputs/benchmarks")
     folder.mkdir(parents=True, exist_ok=True)

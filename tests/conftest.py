@@ -7,13 +7,26 @@ import pytest
 from tests.models.support import noisy_copy
 from torchtitan_rl.models.tiny import write_tiny_model
 
-LONG = ("runs", "actors", "examples", "weight_sync", "models", "view", "test_readme.py")
-"""What takes longest, in few tests. Else one process would be left alone with it at the end."""
+LONGEST = (
+    *("test_graders.py", "runs/test_async_runs.py", "runs/test_integration.py"),
+    *("runs/test_whole_runs.py", "actors/test_routing.py", "test_readme.py"),
+    *("runs/test_tool_runs.py", "examples", "actors/test_partial_pulls.py"),
+    *("actors/test_trainer.py", "test_generators.py", "runs", "actors"),
+    *("weight_sync", "models", "view"),
+)
+"""Files and folders that take longest, the longest first. Else one process would be left alone with
+one of them at the end."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = Path(__file__).parent
-    items.sort(key=lambda item: item.path.relative_to(here).parts[0] not in LONG)
+    items.sort(key=place)
+
+
+def place(item: pytest.Item) -> int:
+    """Of the first in LONGEST that it belongs to; the rest comes last."""
+    path = item.path.relative_to(Path(__file__).parent)
+    own = [i for i, name in enumerate(LONGEST) if path.is_relative_to(name)]
+    return min(own, default=len(LONGEST))
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,9 @@
-"""What several tests share: a task a random model earns rewards in, and a recipe for it."""
+"""What several tests share: a short recipe, and what its steps pass on."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from tests.low_tokens import LowTokens
 from torchtitan_rl.actors.engine import EngineConfig, SamplingConfig
 from torchtitan_rl.actors.generator import VLLMGenerator
 from torchtitan_rl.actors.trainer import OptimizerConfig, Trainer, constant_lr
@@ -12,48 +12,8 @@ from torchtitan_rl.config import CheckpointConfig, EvaluationConfig
 from torchtitan_rl.controller import Controller
 from torchtitan_rl.conversation import Rendered, Turn
 from torchtitan_rl.rollout import Conversation, Group, RolloutConfig
-from torchtitan_rl.tasks.task import Example, Reward, Task
-from torchtitan_rl.types import Completion, Episode, Rollout, ScoredCompletion
-
-
-class LowTokens(Task):
-    """Rewards token ids below 100: a random model gets some right, so every step trains."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(Task.Config):
-        name: str = "low_tokens"
-
-    config: Config
-
-    def train_example(self, index: int) -> Example:
-        return Example([{"role": "user", "content": f"{self.seed} train {index}"}], None)
-
-    def heldout_examples(self, count: int) -> list[Example]:
-        return [
-            Example([{"role": "user", "content": f"heldout {index}"}], None)
-            for index in range(count)
-        ]
-
-    def reward(
-        self, completions: Sequence[Rollout], expected_answer: Any
-    ) -> Sequence[Reward | float]:
-        rewards: list[Reward | float] = [
-            sum(i < 100 for i in c.token_ids) / len(c.token_ids) for c in completions
-        ]
-        match expected_answer:  # how the reward function is to misbehave
-            case "raise":
-                raise KeyError("no such answer")
-            case "short":
-                return rewards[:-1]
-            case "nan":
-                return [float("nan")] * len(rewards)
-            case "exit":
-                raise SystemExit(3)
-            case "hang":
-                import threading
-
-                threading.Event().wait(30)
-        return rewards
+from torchtitan_rl.tasks.task import Example
+from torchtitan_rl.types import Completion, Episode, ScoredCompletion
 
 
 def low_tokens() -> Controller.Config:

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support import ONE_TURN, TWO_TURNS, LowTokens, graded_group, low_tokens
+from tests.low_tokens import LowTokens
+from tests.support import ONE_TURN, TWO_TURNS, graded_group, low_tokens
 from torchtitan_rl.algorithms.advantage import AdvantageConfig
 from torchtitan_rl.algorithms.echo import EchoConfig, ToolEcho
 from torchtitan_rl.algorithms.objective import LossConfig

@@ -2,17 +2,15 @@
 are real."""
 
 import asyncio
-import ctypes
 import os
 import signal
-import threading
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tests.support import LowTokens, low_tokens, small_engine
+from tests.low_tokens import Deadly
+from tests.support import low_tokens, small_engine
 from torchtitan_rl import graders as module
 from torchtitan_rl.actors.grader import Grader, RewardError, Ungraded
 from torchtitan_rl.actors.simulated import SimulatedGenerator, SimulatedTrainer
@@ -21,34 +19,8 @@ from torchtitan_rl.controller import Controller
 from torchtitan_rl.graders import Graders, GradersDiedError
 from torchtitan_rl.observability.jsonl import read_lines
 from torchtitan_rl.tasks.task import Reward
-from torchtitan_rl.types import Completion, Rollout
+from torchtitan_rl.types import Completion
 from torchtitan_rl.waiting import WorkerDiedError
-
-
-class Deadly(LowTokens):
-    """A reward function that takes its process along, for some groups."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(LowTokens.Config):
-        name: str = "deadly"
-        every: int = 5
-        """Of so many train prompts, one kills."""
-
-    config: Config
-
-    def train_example(self, index: int):
-        kills = index % self.config.every == 1 % self.config.every
-        return replace(super().train_example(index), expected_answer="exit" if kills else None)
-
-    def reward(self, completions: Sequence[Rollout], expected_answer: Any):
-        match expected_answer:
-            case "exit":
-                os._exit(3)
-            case "crash":
-                ctypes.string_at(0)
-            case "hang":
-                threading.Event().wait(30)
-        return super().reward(completions, None)
 
 
 def ungraded(name: str, expected_answer: Any = None) -> Ungraded:

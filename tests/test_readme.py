@@ -1,8 +1,7 @@
-"""The README's examples, run as they stand."""
+"""The examples of the README and of docs/, run as they stand."""
 
 import ast
 import asyncio
-import inspect
 import json
 import math
 import re
@@ -10,11 +9,11 @@ import shlex
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
+from tests.pages import BLOCKS, PAGES, ROOT, TEXT, block, command, run_block
 from torchtitan_rl import recipes, train
 from torchtitan_rl.algorithms.objective import LossConfig, objective
 from torchtitan_rl.algorithms.policy_loss import LossInputs
@@ -22,24 +21,14 @@ from torchtitan_rl.observability.sinks import read_metrics
 from torchtitan_rl.types import Completion, Rollout
 from torchtitan_rl.warm_start import WarmStartConfig
 
-ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
-
-
-def block(first_line: str) -> str:
-    """The python block that starts with a comment."""
-    blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    [found] = [code for code in blocks if code.startswith(f"# {first_line}\n")]
-    return found
+RECIPES = recipes.find_recipes(recipes.load_module(str(ROOT / "config_registry.py")))
 
 
 def test_the_task_and_the_recipe_train_from_a_folder_of_their_own(tmp_path):
     for file in ("largest_digit.py", "config_registry.py"):
         (tmp_path / file).write_text(block(file))
-    command = next(
-        line for line in README.splitlines() if line.endswith("--config largest_digit_tiny")
-    )
-    arguments = [*command.split()[1:], "--steps", "15"]  # of 40: enough to see it learn
+    # Of 40 steps: enough to see it learn.
+    arguments = [*command("--config largest_digit_tiny"), "--steps", "15"]
     run = subprocess.run(
         [sys.executable, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=280
     )
@@ -52,13 +41,12 @@ def test_the_task_and_the_recipe_train_from_a_folder_of_their_own(tmp_path):
 
 def test_the_file_of_questions_trains(tmp_path, tiny_model):
     subprocess.run([sys.executable, "-c", block("sums.py")], cwd=tmp_path, check=True)
-    command = next(line for line in README.splitlines() if "--task.path sums.jsonl" in line)
     # A random model hits a number now and then.
     small = f"""--model {tiny_model} --steps 2 --task.reward.format_reward 0.1
         --generator.sampling.max_tokens 16 --generator.engine.kv_cache_gib 0.1
         --evaluation.prompts 20 --run_name questions"""
     run = subprocess.run(
-        [sys.executable, *shlex.split(command)[1:], *small.split()],
+        [sys.executable, *command("--task.path sums.jsonl"), *small.split()],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -116,33 +104,51 @@ def test_the_mixture_can_be_made(monkeypatch):
     assert list(made["task"].build(seed=0).members()) == ["calculator", "sum_digits"]
 
 
-@pytest.mark.parametrize(
-    "command",
-    re.findall(
-        r"torchtitan_rl\.train (--config (?:grpo|echo)(?!.*--help).*)$", README, re.MULTILINE
-    ),
-)
-def test_the_commands_are_understood(command, monkeypatch):
+COMMAND = re.compile(r"^\S*python -m torchtitan_rl\.train (--config .*)$", re.MULTILINE)
+
+
+def overridden() -> list[str]:
+    """Arguments of commands that change something in a recipe of this repository."""
+    found = [arguments.split() for arguments in dict.fromkeys(COMMAND.findall(TEXT))]
+    mine = [a for a in found if a[1] in RECIPES and a[2:] and "--help" not in a]
+    return [" ".join(arguments) for arguments in mine]
+
+
+@pytest.mark.parametrize("arguments", overridden())
+def test_the_commands_are_understood(arguments, monkeypatch):
     monkeypatch.chdir(ROOT)
-    assert train.parse(shlex.split(command)) is not None
+    assert train.parse(shlex.split(arguments)) is not None
 
 
 async def test_the_notebook_example_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    code = compile(block("notebook"), "README", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-    result = eval(code, {})
-    assert inspect.isawaitable(result)
-    await asyncio.wait_for(result, 120)
+    await asyncio.wait_for(run_block("notebook"), 120)
     assert len(ast.literal_eval(capsys.readouterr().out.strip().splitlines()[-1])) == 4
 
 
+def test_every_python_block_is_used_by_a_test():
+    tests = [path.read_text() for path in (ROOT / "tests").rglob("test_*.py")]
+    users = "".join(text for text in tests if "from tests.pages import" in text)
+    for code in BLOCKS:
+        name = code.partition("\n")[0].removeprefix("# ")
+        assert code.startswith("# "), f"name this block in a comment, and test it:\n{code}"
+        assert f'"{name}"' in users, f"no test uses the block {name}"
+
+
 def test_every_path_and_make_target_named_exists():
-    for path in re.findall(r"\]\(([a-zA-Z_/.]+)\)|`(torchtitan_rl/[a-z_/.]+)`", README):
-        assert (ROOT / next(filter(None, path))).exists(), path
+    """Links of docs/ are Sphinx's business: see test_docs.py."""
+    paths = re.findall(r"\]\(([a-zA-Z_/.]+)\)", PAGES["README.md"])
+    paths += re.findall(r"`((?:torchtitan_rl|examples|scripts|requirements)/[a-z_/.]*)`", TEXT)
+    assert [path for path in paths if not (ROOT / path).exists()] == []
     targets = set(re.findall(r"^([a-z]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert set(re.findall(r"`?make ([a-z]+)`?\b", README)) - {"a"} <= targets
+    assert set(re.findall(r"(?:^|`)make ([a-z]+)", TEXT, re.MULTILINE)) <= targets
 
 
-@pytest.mark.parametrize("recipe", re.findall(r"--config ((?:grpo|echo)\w+)", README))
-def test_the_recipes_named_exist(recipe):
-    assert f"def {recipe}()" in (ROOT / "config_registry.py").read_text()
+def test_the_readme_is_short():
+    assert len(PAGES["README.md"].splitlines()) <= 175
+
+
+def test_the_recipes_named_exist():
+    """In this repository, or in a block of a page."""
+    known = RECIPES.keys() | set(re.findall(r"^def (\w+)\(\) -> Controller.Config", TEXT, re.M))
+    assert set(re.findall(r"--config (\w+)", TEXT)) <= known

@@ -70,19 +70,27 @@ class RunConfig(Configurable.Config):
     prompts_per_step: int = 32
     """Prompt groups in one step."""
     generator: VLLMGenerator.Config = field(default_factory=VLLMGenerator.Config)
+    """Samples completions."""
     generator_replicas: int = 1
     """Generators, each on processes and GPUs of its own; one that dies is replaced."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    """Limits of rollouts, and which of them train."""
     environment: Environment.Config = field(default_factory=Environment.Config)
     """Hosts a task's tools; spawned only when a task has any, or answers the model."""
     grader: Grader.Config = field(default_factory=Grader.Config)
+    """Calls the task's reward function."""
     trainer: Trainer.Config = field(default_factory=Trainer.Config)
+    """Learns."""
     reference: Reference.Config = field(default_factory=Reference.Config)
     """The frozen starting model; spawned only when trainer.loss.ref_kl is on."""
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    """How much better than expected a sample is, from the rewards of its group."""
     batch_filter: BatchFilter = field(default_factory=BatchFilter)
+    """Chooses among the episodes of a step."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    """When to evaluate, and on how much."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """When to save, and how much to keep."""
     thinking: bool = False
     """Leave it to the model whether to think; else its turn starts behind an empty thought."""
     seed: int = 0

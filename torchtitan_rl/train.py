@@ -27,6 +27,7 @@ from rich.table import Table
 from torchtitan_rl import recipes
 from torchtitan_rl.actors.spawn import adopt_orphans, end_all_processes
 from torchtitan_rl.controller import Controller
+from torchtitan_rl.models import smollm2
 from torchtitan_rl.models.tiny import write_tiny_model
 from torchtitan_rl.observability.console import console, error_console, print_summary
 from torchtitan_rl.observability.run_folder import RunFolder
@@ -45,10 +46,11 @@ def main(argv: list[str] | None = None) -> int:
         config = parse(arguments)
         if config is None:
             return 0
+        ensure_small_model(config)
         check(config)
         if finished(config):
             return 0
-    except ValueError as error:
+    except (ValueError, smollm2.MakingError) as error:
         error_console.print(f"[bold red]error[/]: {escape(str(error))}")
         return 2
     except KeyboardInterrupt:
@@ -118,6 +120,14 @@ def print_recipes(found: dict[str, recipes.Recipe]) -> None:
     for name, recipe in found.items():
         table.add_row(name, recipes.first_line(recipe))
     console.print(table)
+
+
+def ensure_small_model(config: Controller.Config) -> None:
+    """The model that recipes for a laptop name is made when it is first asked for."""
+    folder = Path(config.model)
+    if folder == Path(smollm2.FOLDER) and not folder.exists():
+        console.print(f"{folder} is not there yet: making it, once", markup=False)
+        smollm2.make(folder)
 
 
 def check(config: Controller.Config) -> None:

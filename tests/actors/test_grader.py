@@ -3,7 +3,7 @@
 import pytest
 from monarch.actor import ActorError
 
-from tests.support import LowTokens
+from tests.low_tokens import LowTokens
 from torchtitan_rl.actors.grader import Grader, RewardError, Ungraded
 from torchtitan_rl.actors.spawn import spawn_grader
 from torchtitan_rl.tasks.answers import AnswerReward
@@ -99,7 +99,7 @@ async def test_of_many_groups_each_gets_its_own_rewards_or_its_own_error(low_tok
             assert f"group g{number}" in str(result)
         else:
             assert result == alone[0]
-    assert "support.py:" in str(results[2])  # where the reward function raised
+    assert "low_tokens.py:" in str(results[2])  # where the reward function raised
     assert await low_tokens.rewards.call_one([]) == []
 
 

@@ -4,6 +4,7 @@ import asyncio
 import math
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from monarch.actor import ActorError
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from tests.pages import run_block
 from tests.support import episode, small_engine
 from torchtitan_rl.actors.engine import SamplingConfig
 from torchtitan_rl.actors.generator import VLLMGenerator
@@ -33,7 +35,6 @@ from torchtitan_rl.models.mesh import Parallelism
 from torchtitan_rl.models.tiny import write_tiny_model
 from torchtitan_rl.observability.jsonl import read_lines
 from torchtitan_rl.observability.metrics import flatten, merge_metrics
-from torchtitan_rl.weight_sync.handle import merge_handles
 
 
 def random_episodes(count: int, *, longest: int, seed: int = 0):
@@ -376,12 +377,11 @@ async def test_swapped_weights_serve_the_trainers_policy(two_ranks, tmp_path):
         threads=1,
     )
     generator = await spawn_generator(config, model=str(other), seed=0)
-    prompts = [list(range(k, k + 50)) for k in range(4)]
+    prompts, trainer = [list(range(k, k + 50)) for k in range(4)], SimpleNamespace(actor=two_ranks)
     grid = make_grid(random_episodes(8, longest=20), dp_degree=2, tokens_per_microbatch=4096)
     seen = []
     for _ in range(3):
-        handle = merge_handles(per_rank(await two_ranks.publish_weights.call()))
-        assert await generator.actor.pull_weights.call_one(handle) == handle.version
+        handle = (await run_block("weights", trainer=trainer, generator=generator))["handle"]
         completions = await generator.actor.generate.call_one(prompts, group_ids=list("abcd"))
         assert {c.policy_version for c in completions} == {handle.version}
         for c in completions:

@@ -8,7 +8,12 @@ from functools import partial
 import pytest
 import torch
 
-from torchtitan_rl.algorithms.logprobs import PIECE_ELEMENTS, VocabShard, chosen_logprobs
+from torchtitan_rl.algorithms.logprobs import (
+    KEPT_ELEMENTS,
+    PIECE_ELEMENTS,
+    VocabShard,
+    chosen_logprobs,
+)
 
 TOKENS, DIM, VOCAB = 6, 5, 11
 TEMPERATURES = [1.0, 0.5, 2.0, 0.7, 1.0, 3.0]
@@ -57,6 +62,7 @@ def test_values_by_hand():
 @pytest.mark.parametrize("piece", [1, VOCAB, 2 * VOCAB, 4 * VOCAB + 3, 6 * VOCAB, 2**23])
 def test_any_piece_size_gives_the_values_and_gradients_of_the_whole(monkeypatch, piece):
     monkeypatch.setitem(PIECE_ELEMENTS, "cpu", piece)
+    monkeypatch.setitem(KEPT_ELEMENTS, "cpu", 0)
     inputs = sample()
     logprobs, entropies = chosen_logprobs(*inputs)
     expected, expected_entropies = plain(*inputs)
@@ -164,6 +170,7 @@ class Ranks:
 @pytest.mark.parametrize("piece", [1, 12, 2**23], ids=["token by token", "pieces", "at once"])
 def test_shards_of_the_vocabulary_give_what_the_whole_gives(monkeypatch, sizes, piece):
     monkeypatch.setitem(PIECE_ELEMENTS, "cpu", piece)
+    monkeypatch.setitem(KEPT_ELEMENTS, "cpu", 0)
     hidden, weight, targets, temperatures = sample()
     ranks = Ranks(len(sizes))
 

@@ -223,6 +223,11 @@ def test_few_calls_for_many_documents_of_like_length():
     assert len(AttentionPlan(segments([Document(100 - i % 5) for i in range(50)])).buckets) == 1
 
 
+def test_many_documents_of_one_length_are_not_padded():
+    plan = AttentionPlan(segments([Document(40, (32,) * 8) for _ in range(4)]))
+    assert [len(bucket.index) for bucket in plan.buckets if bucket.real is None] == [32, 4]
+
+
 def as_batch(*tensors):
     return [t.unsqueeze(0) for t in tensors]
 

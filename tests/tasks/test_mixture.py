@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from tests.support import LowTokens
+from tests.low_tokens import LowTokens
 from torchtitan_rl.algorithms.echo import EchoConfig, RoleEcho
 from torchtitan_rl.sampling import SamplingConfig
 from torchtitan_rl.tasks.mixture import Mixture

@@ -216,3 +216,30 @@ def test_a_task_of_a_notebook_travels():
     # By value, as a class of `__main__` does: in the other process it is built piece by piece.
     travelled = cloudpickle.loads(cloudpickle.dumps(Mine.Config())).build()
     assert (travelled.name, travelled.expected("1 2")) == ("mine", 42)
+
+
+def test_a_pretrained_model_is_asked_in_words_and_may_answer_in_its_own():
+    words = {"prompt": "What are the digits of {} in all?", "answer": r"= (\d+)\.?\s*$"}
+    one = task(min_numbers=1, max_numbers=1, digits=3, **words)
+    example = one.train_example(0)
+    asked = re.fullmatch(r"What are the digits of (\d{3}) in all\?", question(example))
+    assert asked
+    assert example.expected_answer == sum(map(int, asked[1]))
+    said = ["2 + 5 + 3 = 10.", "2 + 5 + 3 = 10\n", "It is 10.", "= 10, or = 11.", "= 11."]
+    given = [(r.value, r.correct) for r in rewards(said, 10, **words)]
+    assert given == [(1.1, True), (1.1, True), (0.0, False), (0.1, False), (0.1, False)]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"prompt": "Add up."}, "one {}"),
+        ({"prompt": "{} and {}"}, "one {}"),
+        ({"prompt": "Add up the 3 digits of {}."}, "no digits"),
+        ({"answer": "("}, "no regular expression"),
+        ({"answer": r"= \d+"}, "one group"),
+    ],
+)
+def test_a_prompt_or_an_answer_that_cannot_be_is_refused(wrong, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        task(**wrong)

@@ -315,6 +315,14 @@ def test_the_same_version_published_again_with_other_weights_is_another_snapshot
     assert_holds(after, 2)
 
 
+def test_a_folder_that_cannot_be_made_is_an_error_that_names_the_setting(tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    publisher = make_publisher("file", folder=tmp_path / "file" / "weights")
+    with pytest.raises(WeightSyncError, match=r"file/weights.*trainer\.weight_sync\.folder"):
+        publish(publisher, weights(1), version=0)
+    publisher.close()
+
+
 def test_two_runs_may_have_the_same_folder(tmp_path):
     one, other = (make_publisher("file", folder=tmp_path / "weights") for _ in range(2))
     handles = [publish(p, weights(v), version=7) for v, p in enumerate((one, other))]

@@ -48,8 +48,11 @@ class OptimizerConfig:
     lr: float = 1e-6
     """Learning rate after warm-up."""
     betas: tuple[float, float] = (0.9, 0.99)
+    """Decay of the running means of the gradient and of its square."""
     eps: float = 1e-8
+    """Added to the root of the latter, against division by 0."""
     weight_decay: float = 0.0
+    """Share of a weight that a step takes off, times the learning rate."""
 
     def __post_init__(self) -> None:
         if not 0 < self.lr < float("inf"):
@@ -104,8 +107,7 @@ class Trainer(Actor, Configurable):
         overlong: Overlong = "error"
         """Episodes of more tokens than that: refuse, cut the completion's end off, or leave out."""
         router_replay: bool = False
-        """In a mixture of experts, send each token to the experts the generator sent it to; their
-        weights come from the live router, which still learns."""
+        """In a mixture of experts, route tokens as the generator did; the router still learns."""
         share_prompts: bool = False
         """Compute a prompt once for all its samples in a microbatch; on a CPU only, as yet."""
         parallelism: Parallelism = field(default_factory=Parallelism)
@@ -180,7 +182,6 @@ class Trainer(Actor, Configurable):
             eps=optimizer.eps,
             weight_decay=optimizer.weight_decay,
         )
-        container.implementation = "foreach" if device_type() == "cpu" else "fused"
         self.optimizers = container.build(model_parts=[self.model])
         self.lr_schedulers = config.lr_scheduler.build(
             optimizers=self.optimizers, training_steps=self._steps

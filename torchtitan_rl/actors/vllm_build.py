@@ -18,6 +18,7 @@ def build_llm_engine(model: str, config: "EngineConfig", tensor_parallel: int) -
     if device_type() == "cpu":
         # The first request with logprobs would otherwise compile a helper for 4-24 s.
         type(current_platform).simple_compile_backend = "eager"
+        from torchtitan_rl.actors import vllm_cpu
     from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -41,5 +42,6 @@ def build_llm_engine(model: str, config: "EngineConfig", tensor_parallel: int) -
         enable_chunked_prefill=device_type() != "cpu",
         trust_remote_code=False,
         **(engine_options() if config.return_routed_experts else {}),
+        **({"ir_op_priority": vllm_cpu.PRIORITY} if device_type() == "cpu" else {}),
     )
     return LLMEngine.from_engine_args(args)

@@ -16,6 +16,9 @@ from torchtitan_rl.platform import device_type
 from torchtitan_rl.weight_sync.handle import WeightHandle
 from torchtitan_rl.weight_sync.reading import OpenSnapshot, open_snapshot
 
+if device_type() == "cpu":
+    import torchtitan_rl.actors.vllm_cpu  # noqa: F401 - in every process that has a part of the model
+
 
 class WorkerExtension:
     """Mixed into vLLM's worker class (`worker_extension_cls`), one per tensor-parallel rank."""

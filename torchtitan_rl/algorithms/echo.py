@@ -56,10 +56,13 @@ class EchoConfig:
     """Which tokens of a rollout echo; a role that is None does not."""
 
     system: RoleEcho | None = None
+    """What system messages say."""
     user: RoleEcho | None = None
+    """What user messages say: the prompt, and what someone answers."""
     assistant: RoleEcho | None = None
     """Cross-entropy on the model's own samples, in place of RL on them."""
     tool: ToolEcho | None = None
+    """What tools answer."""
     filter: str = ""
     """`package.module:function` of a rollout that says, turn by turn, which tokens may echo."""
     filter_kwargs: dict[str, float | str] = field(default_factory=dict)

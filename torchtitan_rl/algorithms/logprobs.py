@@ -1,7 +1,8 @@
 """Logprobs of chosen tokens straight from hidden states, at the positions that train and no others.
 
 Logits are made a piece at a time, in the forward pass and again in the backward pass, so that
-[tokens, vocab] in fp32, by far the largest tensor of a step, never exists whole.
+[tokens, vocab] in fp32, by far the largest tensor of a step, never exists whole. Only where it is
+small is it made at once, and kept for the backward pass.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,6 +13,10 @@ import torch
 
 PIECE_ELEMENTS = {"cpu": 2**23, "cuda": 2**27}
 """Logits in one piece: 32 MB in fp32 on a CPU; a GPU needs larger ones to be busy."""
+
+KEPT_ELEMENTS = {"cpu": 2**25}
+"""So few logits are one piece, and are not made again: 128 MB at most, for a quarter of the head's
+products."""
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
@@ -63,6 +68,8 @@ def chosen_logprobs(
 def _pieces(tokens: int, weight: torch.Tensor, shard: VocabShard) -> Iterator[slice]:
     rows = shard.largest or len(weight)
     size = max(1, PIECE_ELEMENTS.get(weight.device.type, 2**23) // rows)
+    if tokens * rows <= KEPT_ELEMENTS.get(weight.device.type, 0):
+        size = max(1, tokens)
     for start in range(0, tokens, size):
         yield slice(start, start + size)
 
@@ -86,7 +93,9 @@ class _ChosenLogprobs(torch.autograd.Function):
         logprobs, entropies, log_totals = (
             hidden.new_empty(tokens, dtype=torch.float32) for _ in range(3)
         )
-        for piece in _pieces(tokens, weight, shard):
+        pieces = list(_pieces(tokens, weight, shard))
+        kept = None
+        for piece in pieces:
             logits = _logits(hidden[piece], weight, temperatures[piece])
             # From the largest logit down: differences of large numbers would cost digits.
             top = shard.max(logits.amax(-1))
@@ -100,8 +109,10 @@ class _ChosenLogprobs(torch.autograd.Function):
             logprobs[piece] = chosen - total.log()
             entropies[piece] = total.log() - moment / total
             log_totals[piece] = top + total.log()
+            if len(pieces) == 1 and any(ctx.needs_input_grad):
+                kept = exps.div_(total.unsqueeze(-1))
             del logits, exps  # before the next piece is made, not after
-        ctx.save_for_backward(hidden, weight, targets, temperatures, log_totals)
+        ctx.save_for_backward(hidden, weight, targets, temperatures, log_totals, kept)
         ctx.shard = shard
         ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
@@ -109,20 +120,24 @@ class _ChosenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
         """d log p(target) / d logits = (one-hot of the target - p) / temperature."""
-        hidden, weight, targets, temperatures, log_totals = ctx.saved_tensors
+        hidden, weight, targets, temperatures, log_totals, kept = ctx.saved_tensors
         scale = grad / temperatures
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         for piece in _pieces(len(targets), weight, ctx.shard):
-            logits = _logits(hidden[piece], weight, temperatures[piece])
-            probabilities = logits.sub_(log_totals[piece].unsqueeze(-1)).exp_()
-            grad_logits = probabilities.mul_(-scale[piece].unsqueeze(-1))
+            if kept is not None:
+                grad_logits = kept * -scale.unsqueeze(-1)
+            else:
+                logits = _logits(hidden[piece], weight, temperatures[piece])
+                probabilities = logits.sub_(log_totals[piece].unsqueeze(-1)).exp_()
+                grad_logits = probabilities.mul_(-scale[piece].unsqueeze(-1))
+                del logits, probabilities
             rows, here = ctx.shard.own(targets[piece], len(weight))
             grad_logits.scatter_add_(-1, rows.unsqueeze(-1), (scale[piece] * here).unsqueeze(-1))
             grad_logits = grad_logits.to(weight.dtype)
             grad_hidden[piece] = grad_logits @ weight
             _add_product(grad_weight, grad_logits.T, hidden[piece])
-            del logits, probabilities, grad_logits
+            del grad_logits
         grad_hidden = ctx.shard.sum(grad_hidden)
         return grad_hidden.to(hidden.dtype), grad_weight.to(weight.dtype), None, None, None
 

@@ -23,6 +23,8 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 ALONE_FROM = 256
 """Segments of this length keep the kernel busy by themselves."""
+MANY = 16
+"""So many segments of one length are worth a call of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,13 +174,19 @@ def _from_batch(values: torch.Tensor) -> torch.Tensor:
 def _of_like_length(row: Sequence[Segment]) -> Iterator[list[Segment]]:
     """Buckets of segments of which the shortest is not much shorter than the longest."""
     bucket: list[Segment] = []
-    for segment in sorted((s for s in row if s.length), key=lambda s: -s.length):
-        # Padding costs by the square; a call of the kernel costs as much as a few tokens.
-        longest = bucket[0].length if bucket else 0
-        if bucket and (longest >= ALONE_FROM or segment.length < longest * 0.9 - 4):
-            yield bucket
-            bucket = []
-        bucket.append(segment)
+    by_length = sorted((s for s in row if s.length), key=lambda s: -s.length)
+    for length, same in groupby(by_length, key=lambda s: s.length):
+        members = list(same)
+        if len(members) >= MANY and length < ALONE_FROM:
+            yield members  # by themselves they need no padding
+            continue
+        for segment in members:
+            # Padding costs by the square; a call of the kernel costs as much as a few tokens.
+            longest = bucket[0].length if bucket else 0
+            if bucket and (longest >= ALONE_FROM or length < longest * 0.9 - 4):
+                yield bucket
+                bucket = []
+            bucket.append(segment)
     if bucket:
         yield bucket
 

@@ -5,6 +5,7 @@ from the 0.6M-parameter starting model to Qwen3-14B and the mixtures of experts.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 from torchtitan.models.common import CosSinRoPE, Embedding
 from torchtitan.models.common.attention import VarlenAttention
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
+from torchtitan.models.common.feed_forward import FeedForward
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.qwen3 import Qwen3Model, parallelize_qwen3
@@ -22,10 +24,27 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 
 from torchtitan_rl.models.attention import PackedAttention
+from torchtitan_rl.models.fused import FusedFeedForward, FusedRMSNorm, FusedRoPE
 from torchtitan_rl.models.head import LogprobHead
 from torchtitan_rl.models.hf import head_size, moe_layers, read_hf_config, rope_theta
 from torchtitan_rl.models.moe import ExpertsAdapter, moe_config
 from torchtitan_rl.platform import device_type
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a layer is made of, beside its matrices."""
+
+    attention: type[Module]
+    """Never attends across the documents of a row."""
+    norm: type[RMSNorm]
+    rope: type[CosSinRoPE]
+    feed_forward: type[FeedForward]
+
+
+CPU_PARTS = Parts(PackedAttention, FusedRMSNorm, FusedRoPE, FusedFeedForward)
+GPU_PARTS = Parts(VarlenAttention, RMSNorm, CosSinRoPE, FeedForward)
+"""torchtitan's own."""
 
 
 def model_spec(folder: str | Path) -> ModelSpec:
@@ -55,8 +74,20 @@ def _decoder(config: dict[str, Any], name: str) -> ModelSpec:
     }
     tied = config.get("tie_word_embeddings", False)
 
+    parts = CPU_PARTS if device_type() == "cpu" else GPU_PARTS
+
     def norm(size: int) -> RMSNorm.Config:
-        return RMSNorm.Config(normalized_shape=size, eps=eps, param_init={"weight": nn.init.ones_})
+        ones = {"weight": nn.init.ones_}
+        return parts.norm.Config(normalized_shape=size, eps=eps, param_init=ones)
+
+    def feed_forward() -> FeedForward.Config:
+        plain = make_ffn_config(
+            dim=dim,
+            hidden_dim=config["intermediate_size"],
+            w1_param_init=linear,
+            w2w3_param_init=linear,
+        )
+        return parts.feed_forward.Config(w1=plain.w1, w2=plain.w2, w3=plain.w3)
 
     def layer(number: int) -> Qwen3TransformerBlock.Config:
         sparse = number in moe_layers(config)
@@ -70,9 +101,9 @@ def _decoder(config: dict[str, Any], name: str) -> ModelSpec:
                 head_dim=head_dim,
                 wqkv_param_init=linear,
                 wo_param_init=linear,
-                inner_attention=_packed_attention(),
+                inner_attention=parts.attention.Config(),
                 fuse_qkv=True,
-                rope=CosSinRoPE.Config(
+                rope=parts.rope.Config(
                     dim=head_dim,
                     max_seq_len=config["max_position_embeddings"],
                     theta=rope_theta(config),
@@ -80,14 +111,7 @@ def _decoder(config: dict[str, Any], name: str) -> ModelSpec:
                 qk_norm=norm(head_dim) if config["architectures"][0].startswith("Qwen3") else None,
             ),
             moe=moe_config(config, linear) if sparse else None,
-            feed_forward=None
-            if sparse
-            else make_ffn_config(
-                dim=dim,
-                hidden_dim=config["intermediate_size"],
-                w1_param_init=linear,
-                w2w3_param_init=linear,
-            ),
+            feed_forward=None if sparse else feed_forward(),
         )
 
     model = Qwen3Model.Config(
@@ -112,8 +136,3 @@ def _decoder(config: dict[str, Any], name: str) -> ModelSpec:
         post_optimizer_build_fn=None,
         state_dict_adapter=ExpertsAdapter,
     )
-
-
-def _packed_attention() -> Module.Config:
-    """What never attends across documents of a row; on a GPU torchtitan has it."""
-    return PackedAttention.Config() if device_type() == "cpu" else VarlenAttention.Config()

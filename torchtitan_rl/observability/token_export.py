@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import torch
@@ -15,6 +16,10 @@ from torchtitan_rl.observability.jsonl import write_lines
 
 SCHEMA = 1
 """Of the records; goes up when a reader of older ones would misunderstand them."""
+
+HOLD_SECONDS = 0.2
+"""How long a file waits before it is written. The step's answer and its weights are waited for, and
+of a process's threads only one runs Python at a time: they go first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +51,8 @@ class TokenExport:
         self._computed: list[Computed] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="token-export")
         self._writing: Future | None = None
+        self._hurry = Event()
+        """Somebody waits for the file."""
 
     def clear(self) -> None:
         """Forget what was computed and is not written: a step that failed, or a trial."""
@@ -73,18 +80,20 @@ class TokenExport:
         self.flush()
         path = self._folder / f"step-{step:06d}-rank-{self._rank}.jsonl"
         computed, self._computed = self._computed, []
-        self._writing = self._thread.submit(_write, path, computed, step, self._rank)
+        self._hurry.clear()
+        self._writing = self._thread.submit(self._write, path, computed, step)
 
     def flush(self) -> None:
         """Wait until everything is on disk."""
         writing, self._writing = self._writing, None
         if writing is not None:
+            self._hurry.set()
             writing.result()
 
-
-def _write(path: Path, computed: Sequence[Computed], step: int, rank: int) -> None:
-    own = {"schema": SCHEMA, "step": step, "rank": rank}
-    write_lines(path, ({**own, **record} for c in computed for record in token_records(c)))
+    def _write(self, path: Path, computed: Sequence[Computed], step: int) -> None:
+        self._hurry.wait(HOLD_SECONDS)
+        own = {"schema": SCHEMA, "step": step, "rank": self._rank}
+        write_lines(path, ({**own, **record} for c in computed for record in token_records(c)))
 
 
 def token_records(computed: Computed) -> Iterator[dict[str, Any]]:

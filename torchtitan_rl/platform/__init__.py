@@ -62,6 +62,9 @@ def worker_env(
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "PASSIVE",
+        # But not at once: to be woken takes as long as many an operation, and the next one is near.
+        # So many turns are some tens of microseconds.
+        "GOMP_SPINCOUNT": "30000",
         "KMP_BLOCKTIME": "0",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
@@ -74,6 +77,9 @@ def worker_env(
         # Keep freed memory: glibc would give large tensors back, and fault every page in again.
         env["MALLOC_MMAP_THRESHOLD_"] = str(2**32)
         env["MALLOC_TRIM_THRESHOLD_"] = str(2**34)
+        # The heaps that glibc gives to threads hold 64 MB at most, whatever the two above say; and
+        # trainer and engine compute on threads of their own.
+        env["MALLOC_ARENA_MAX"] = "1"
     if gpus is not None and device_type() == "cuda":
         env["CUDA_VISIBLE_DEVICES"] = ",".join(_visible_gpus()[i] for i in gpus)
     if role == "generator":

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from torchtitan_rl.tasks.questions import QuestionTask
 from torchtitan_rl.tasks.task import Example
 
-_ANSWER = re.compile(r"\[ANSWER\] (\d+)\s*$")
-
 
 class SumDigits(QuestionTask):
     """Add up the digits of a few numbers, one after the other, and end in `[ANSWER] n`."""
@@ -22,6 +20,10 @@ class SumDigits(QuestionTask):
         """Most numbers in a question."""
         digits: int = 2
         """Digits of each number."""
+        prompt: str = "{}"
+        """What the model is asked, with the numbers in place of {}."""
+        answer: str = r"\[ANSWER\] (\d+)\s*$"
+        """Regular expression of an answer in the form that is asked for; its group is the sum."""
         forgotten_carries: float = 0.7
         """How often a demonstration forgets the carry when its sum passes nineteen."""
 
@@ -39,20 +41,32 @@ class SumDigits(QuestionTask):
                 )
             if self.digits < 1:
                 raise ValueError(f"task.digits must be at least 1; got {self.digits}")
+            if self.prompt.count("{}") != 1 or any(c.isdigit() for c in self.prompt):
+                raise ValueError(
+                    "task.prompt must have one {}, where the numbers go, and no digits of its "
+                    f"own; got {self.prompt!r}"
+                )
+            try:
+                groups = re.compile(self.answer).groups
+            except re.error as error:
+                raise ValueError(f"task.answer is no regular expression: {error}") from error
+            if groups != 1:
+                raise ValueError(f"task.answer must have one group, the sum; it has {groups}")
 
     config: Config
 
     def question(self, rng: random.Random) -> str:
         low, high = 10 ** (self.config.digits - 1), 10**self.config.digits - 1
         count = rng.randint(self.config.min_numbers, self.config.max_numbers)
-        return " ".join(str(rng.randint(low, high)) for _ in range(count))
+        numbers = " ".join(str(rng.randint(low, high)) for _ in range(count))
+        return self.config.prompt.replace("{}", numbers)
 
     def expected(self, question: str) -> int:
         return sum(int(c) for c in question if c.isdigit())
 
     def read_answer(self, text: str) -> str | None:
         # As text: the digits are the model's, and may be thousands.
-        found = _ANSWER.search(text)
+        found = re.search(self.config.answer, text)
         return (found[1].lstrip("0") or "0") if found else None
 
     def demonstration(self, example: Example, rng: random.Random) -> str:

@@ -41,7 +41,13 @@ class FileBuffer:
         return True
 
     def seal(self, number: int, version: int, slots: Sequence[Slot]) -> FileLocation:
-        self._folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise WeightSyncError(
+                f"cannot make a folder for weights: {error}. Is trainer.weight_sync.folder one "
+                "that the trainer may write to?"
+            ) from error
         tensors = {
             str(slot): self.data[slot.offset : slot.offset + slot.nbytes]
             .view(slot.dtype)
@@ -84,7 +90,7 @@ class FileReader:
             raise StaleHandleError(f"{path} holds weights version {held}, not {version}")
         self._path = path
 
-    def bytes_of(self, slot: Slot) -> torch.Tensor:
+    def tensor_of(self, slot: Slot) -> torch.Tensor:
         try:
             tensor = self._file.get_tensor(str(slot))
         except SafetensorError as error:
@@ -94,7 +100,7 @@ class FileReader:
                 f"{self._path} has {slot} as {tensor.dtype} {tuple(tensor.shape)}; "
                 f"{slot.dtype} {slot.shape} were published"
             )
-        return tensor.reshape(-1).view(torch.uint8)
+        return tensor
 
     def close(self) -> None:
         del self._file

@@ -24,8 +24,8 @@ from torchtitan_rl.weight_sync.snapshot import checksum
 class PartReader(Protocol):
     """What one trainer rank has published, open."""
 
-    def bytes_of(self, slot: Slot) -> torch.Tensor:
-        """[nbytes] uint8, good until the reader is closed."""
+    def tensor_of(self, slot: Slot) -> torch.Tensor:
+        """In shape and dtype of the slot, good until the reader is closed."""
         ...
 
     def close(self) -> None: ...
@@ -88,9 +88,12 @@ class OpenSnapshot(contextlib.AbstractContextManager["OpenSnapshot"]):
             if slot.checksum is not None and (names is None or slot.name in names)
         ]
 
+        if not slots:
+            return  # most often: through shared memory
+
         def check(owned: tuple[Slot, PartReader]) -> None:
             slot, reader = owned
-            if checksum(reader.bytes_of(slot)) != slot.checksum:
+            if checksum(reader.tensor_of(slot).reshape(-1).view(torch.uint8)) != slot.checksum:
                 raise WrongWeightsError(
                     f"weights version {self.handle.version}: the bytes of {slot} are not those "
                     "that the trainer published"
@@ -103,16 +106,12 @@ class OpenSnapshot(contextlib.AbstractContextManager["OpenSnapshot"]):
 def _assemble(owned: list[tuple[Slot, PartReader]]) -> torch.Tensor:
     slot, reader = owned[0]
     if slot.is_whole:
-        return _tensor(slot, reader)
+        return reader.tensor_of(slot)
     whole = torch.empty(slot.whole, dtype=slot.dtype)
     for slot, reader in owned:
         box = tuple(slice(s, s + n) for s, n in zip(slot.start, slot.shape, strict=True))
-        whole[box] = _tensor(slot, reader)
+        whole[box] = reader.tensor_of(slot)
     return whole
-
-
-def _tensor(slot: Slot, reader: PartReader) -> torch.Tensor:
-    return reader.bytes_of(slot).view(slot.dtype).view(slot.shape)
 
 
 def check_model(handle: WeightHandle, expected: Mapping[str, Shape], *, tied: bool) -> None:

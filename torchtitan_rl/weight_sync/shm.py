@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torchtitan_rl.weight_sync.handle import Part, Slot, StaleHandleError, WeightSyncError
+from torchtitan_rl.weight_sync.handle import Part, Shape, Slot, StaleHandleError, WeightSyncError
 
 # Header of a buffer: a random token (a recycled pid and fd must not pass for ours), the number of
 # the publication it holds, or WRITING, and its version.
@@ -82,10 +82,9 @@ class ShmReader:
         self._mapping = _map(part.location)
         self._mapping.lock(part.number, version)
 
-    def bytes_of(self, slot: Slot) -> torch.Tensor:
-        """[nbytes] uint8, a view that is good until the reader is closed."""
-        first = _HEADER_BYTES + slot.offset
-        return self._mapping.bytes[first : first + slot.nbytes]
+    def tensor_of(self, slot: Slot) -> torch.Tensor:
+        """A view that is good until the reader is closed."""
+        return self._mapping.view(slot)
 
     def close(self) -> None:
         self._mapping.unlock()
@@ -111,8 +110,18 @@ class _Mapping:
         # Not to be written to: other processes read the same pages.
         self._map = mmap.mmap(self._fd, location.size, prot=mmap.PROT_READ)
         with warnings.catch_warnings(action="ignore", category=UserWarning):  # of just that
-            self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+            self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._views: dict[tuple[int, torch.dtype, Shape], torch.Tensor] = {}
         self._readers = 0
+
+    def view(self, slot: Slot) -> torch.Tensor:
+        """Where a slot lies. Kept: the same slots come again with every other version."""
+        place = slot.offset, slot.dtype, slot.shape
+        if place not in self._views:
+            first = _HEADER_BYTES + slot.offset
+            data = self._bytes[first : first + slot.nbytes]
+            self._views[place] = data.view(slot.dtype).view(slot.shape)
+        return self._views[place].detach()  # who reshapes what it gets must not reshape ours
 
     def lock(self, number: int, version: int) -> None:
         """From now on the writer leaves it alone."""

@@ -5,7 +5,6 @@ the buffer is left to its readers and a new one takes its place. No reader ever 
 writer, nor the writer for a reader.
 """
 
-import ctypes
 import math
 import secrets
 from collections.abc import Callable, Sequence
@@ -16,12 +15,11 @@ from typing import Any, Protocol
 import torch
 import xxhash
 
+from torchtitan_rl.weight_sync.copying import Copy, address, copy, same
 from torchtitan_rl.weight_sync.handle import Part, Shard, Slot, Transport, WeightHandle
 
 _ALIGNMENT = 64
 _FIRST_LOOK = 1024
-_memcmp = ctypes.CDLL(None).memcmp
-_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 class Buffer(Protocol):
@@ -51,12 +49,22 @@ class Layout:
 
 
 @dataclass(slots=True)
+class Place:
+    """Where a piece of a shard goes in a buffer."""
+
+    view: torch.Tensor
+    address: int
+    """0 if it is not CPU memory."""
+    nbytes: int
+
+
+@dataclass(slots=True)
 class Snapshot:
-    """A buffer, cut into views for the pieces of every shard."""
+    """A buffer, cut into places for the pieces of every shard."""
 
     buffer: Buffer
     layout: Layout
-    views: list[list[torch.Tensor]]
+    places: list[list[Place]]
     slots: list[Slot] | None = None
     """What it holds; None while that is not whole."""
 
@@ -86,7 +94,7 @@ class Publisher:
         self._layout: Layout | None = None
         self._older: Snapshot | None = None
         self._newer: Snapshot | None = None
-        self._threads = ThreadPoolExecutor(threads, "weights")
+        self._threads, self._pool = threads, ThreadPoolExecutor(threads, "weights")
         self._at_close = at_close
 
     def publish(
@@ -121,19 +129,27 @@ class Publisher:
         before = self._newer if self._newer and self._newer.layout is target.layout else None
         held, target.slots = target.slots, None
         slots: list[Slot] = []
+        copies: list[Copy] = []
+        # What is to be converted, or is not in CPU memory.
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
         for number, (shard, slot) in enumerate(zip(shards, target.layout.slots, strict=True)):
-            if before and before.slots and _same(before.views[number], shard.rows):
+            live = [(row, address(row, slot.dtype)) for row in shard.rows]
+            if before and before.slots and _same(before.places[number], live):
                 slot = before.slots[number]
                 if held and held[number] == slot:
                     slots.append(slot)
                     continue  # this buffer has it as well
             else:
-                slot = replace(slot, changed=self._number)
+                slot = slot.changed_with(self._number)
             slots.append(slot)
-            targets += target.views[number]
-            sources += shard.rows
+            for place, (row, source) in zip(target.places[number], live, strict=True):
+                if place.address and source:
+                    copies.append((place.address, source, place.nbytes))
+                else:
+                    targets.append(place.view)
+                    sources.append(row)
+        copy(copies, self._pool, self._threads)
         if targets:
             torch._foreach_copy_(targets, sources)
         return slots
@@ -143,16 +159,16 @@ class Publisher:
             known = slot.checksum is not None
             return slot if known else replace(slot, checksum=checksum(_bytes(data, slot)))
 
-        return list(self._threads.map(complete, slots))
+        return list(self._pool.map(complete, slots))
 
     def close(self) -> None:
         """Free the buffers. Readers that still have them open keep what they have."""
         for snapshot in (self._older, self._newer):
             if snapshot is not None:
-                snapshot.views.clear()
+                snapshot.places.clear()
                 snapshot.buffer.close()
         self._older = self._newer = None
-        self._threads.shutdown()
+        self._pool.shutdown()
         self._at_close()
 
     def _turn(self, layout: Layout) -> Snapshot:
@@ -162,10 +178,10 @@ class Publisher:
             if older.layout is layout and older.buffer.reopen():
                 self._older = older
                 return older
-            older.views.clear()
+            older.places.clear()
             older.buffer.close()
         buffer = self._make_buffer(max(layout.nbytes, 1))
-        self._older = Snapshot(buffer, layout, _views(buffer.data, layout))
+        self._older = Snapshot(buffer, layout, _places(buffer.data, layout))
         return self._older
 
 
@@ -195,33 +211,37 @@ def _layout(shards: Sequence[Shard], dtype: torch.dtype | None, last: Layout | N
     return Layout(signature, slots, offset)
 
 
-def _views(data: torch.Tensor, layout: Layout) -> list[list[torch.Tensor]]:
+def _places(data: torch.Tensor, layout: Layout) -> list[list[Place]]:
     """The buffer's place for each piece of each shard."""
-    views = []
+    places = []
     for slot, (_, _, _, shapes, kind) in zip(layout.slots, layout.signature, strict=True):
         pieces = _bytes(data, slot).view(kind).split([math.prod(shape) for shape in shapes])
-        views.append([piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)])
-    return views
+        views = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+        places.append([Place(v, address(v, kind), v.numel() * v.itemsize) for v in views])
+    return places
 
 
-def _same(held: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]) -> bool:
+def _same(held: Sequence[Place], live: Sequence[tuple[torch.Tensor, int]]) -> bool:
     """Whether a snapshot has the bytes of the live weights. Where they differ it is soon known."""
-    return all(_same_bytes(h, r) for h, r in zip(held, rows, strict=True))
+    return all(
+        same(place.address, source, place.nbytes)
+        if place.address and source
+        else _same_values(place.view, row)
+        for place, (row, source) in zip(held, live, strict=True)
+    )
 
 
-def _same_bytes(held: torch.Tensor, live: torch.Tensor) -> bool:
-    if live.dtype != held.dtype or live.device != held.device or not live.is_contiguous():
-        held, live = held.reshape(-1), live.reshape(-1)
-        # Not all of it where a look is enough: converting it takes as long as copying it.
-        return all(
-            _equal(held[first:last], live[first:last].to(held.device, held.dtype))
-            for first, last in ((0, _FIRST_LOOK), (_FIRST_LOOK, len(held)))
-        )
-    return _equal(held, live)
+def _same_values(held: torch.Tensor, live: torch.Tensor) -> bool:
+    """The same of weights that are to be converted, or are not in CPU memory."""
+    held, live = held.reshape(-1), live.reshape(-1)
+    # Not all of it where a look is enough: converting it takes as long as copying it.
+    return all(
+        _equal(held[first:last], live[first:last].to(held.device, held.dtype))
+        for first, last in ((0, _FIRST_LOOK), (_FIRST_LOOK, len(held)))
+    )
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.is_cuda:
-        return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
-    # Ends at the first difference, and knows no NaN.
-    return _memcmp(a.data_ptr(), b.data_ptr(), a.numel() * a.itemsize) == 0
+        return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    return same(a.data_ptr(), b.data_ptr(), a.numel() * a.itemsize)  # it knows no NaN
