@@ -92,7 +92,7 @@ async def test_death_is_noticed_also_if_nobody_says_so(graders, monkeypatch):
 
 async def test_deaths_in_a_row_end_it_and_name_the_group(graders):
     deadly = [ungraded(name, "exit") for name in "abcdef"]
-    with pytest.raises(GradersDiedError, match=r"3 graders died one after the other.*group b: .*3"):
+    with pytest.raises(GradersDiedError, match=r"died over 3 groups one after.*group c: .*3"):
         await graders.rewards(deadly)
     with pytest.raises(GradersDiedError):
         await graders.rewards([ungraded("c")])
@@ -145,6 +145,6 @@ async def test_a_run_whose_rewards_all_kill_ends(tmp_path, tiny_model):
     config = config_for(tmp_path, tiny_model, task=task, max_offpolicy_steps=1)
     async with Controller(config) as controller:
         with pytest.raises(
-            RuntimeError, match=r"graders died.*group deadly/train/\S+: its process"
+            RuntimeError, match=r"graders died over 5 groups.*group deadly/train/\S+: its process"
         ):
             await controller.step(0)

@@ -25,7 +25,7 @@ LAST_WORDS_SECONDS = 3.0
 
 
 class GradersDiedError(RuntimeError):
-    """Grader after grader died, and nothing was graded in between."""
+    """Group after group killed its grader, and nothing was graded in between."""
 
 
 @dataclass(slots=True)
@@ -64,8 +64,10 @@ class Graders:
         self._calls = self._suspects = 0
         """Calls under way, and calls that died and are tried again."""
         self._changed = asyncio.Event()
-        self._in_a_row = 0
-        self._broken: GradersDiedError | None = None
+        self._guilty_in_a_row = 0
+        """Groups that killed a grader by themselves, since one was graded."""
+        self._broken = ""
+        """Why nothing is graded any more."""
         self._died = 0
 
     async def start(self) -> None:
@@ -101,12 +103,15 @@ class Graders:
                 return (await self._ask([group], step))[0]
         except WorkerDiedError as error:
             how = _last_words(error)
-            if self._in_a_row >= self._most_deaths:
-                self._broken = GradersDiedError(
-                    f"{self._in_a_row} graders died one after the other, with nothing graded in "
-                    f"between; the last over group {group.group_id}: its process {how}"
+            # Not each death: a group that kills is met twice, and may take others along at first.
+            self._guilty_in_a_row += 1
+            if self._guilty_in_a_row >= self._most_deaths:
+                self._broken = (
+                    f"graders died over {self._guilty_in_a_row} groups one after the other, with "
+                    f"nothing graded in between; the last was group {group.group_id}: its process "
+                    f"{how}"
                 )
-                raise self._broken from error
+                raise GradersDiedError(self._broken) from error
             whose = f"reward function of task {group.task!r}, group {group.group_id}"
             return RewardError(f"{whose} ended the grader's process, which {how}")
 
@@ -133,8 +138,8 @@ class Graders:
         self._changed = asyncio.Event()
 
     async def _ask(self, groups: list[Ungraded], step: int | None) -> list[Rewards]:
-        if self._broken is not None:
-            raise self._broken
+        if self._broken:
+            raise GradersDiedError(self._broken)
         process = await self._alive()
         call = process.spawned.actor.rewards.call_one(groups)
         waiting = answer("the grader to grade", call, deadline_seconds=self._deadline)
@@ -147,7 +152,7 @@ class Graders:
             except WorkerDiedError:
                 self._bury(process)
                 raise
-        self._in_a_row = 0
+        self._guilty_in_a_row = 0
         return given
 
     # ---- life and death -----------------------------------------------------------------------
@@ -186,7 +191,6 @@ class Graders:
         process.watch = None
         process.gone.set()
         self._died += 1
-        self._in_a_row += 1
         console.print("the grader died; replacing it", markup=False)
 
     async def _end(self, process: _Process) -> None:
