@@ -60,9 +60,10 @@ def test_values_by_hand():
 
 
 @pytest.mark.parametrize("piece", [1, VOCAB, 2 * VOCAB, 4 * VOCAB + 3, 6 * VOCAB, 2**23])
-def test_any_piece_size_gives_the_values_and_gradients_of_the_whole(monkeypatch, piece):
+@pytest.mark.parametrize("kept", [0, 2**25], ids=["made again", "kept"])
+def test_any_piece_size_gives_the_values_and_gradients_of_the_whole(monkeypatch, piece, kept):
     monkeypatch.setitem(PIECE_ELEMENTS, "cpu", piece)
-    monkeypatch.setitem(KEPT_ELEMENTS, "cpu", 0)
+    monkeypatch.setitem(KEPT_ELEMENTS, "cpu", kept)
     inputs = sample()
     logprobs, entropies = chosen_logprobs(*inputs)
     expected, expected_entropies = plain(*inputs)
@@ -168,9 +169,10 @@ class Ranks:
 
 @pytest.mark.parametrize("sizes", [[6, 5], [1, 10], [4, 4, 3]])
 @pytest.mark.parametrize("piece", [1, 12, 2**23], ids=["token by token", "pieces", "at once"])
-def test_shards_of_the_vocabulary_give_what_the_whole_gives(monkeypatch, sizes, piece):
+@pytest.mark.parametrize("kept", [0, 2**25], ids=["made again", "kept"])
+def test_shards_of_the_vocabulary_give_what_the_whole_gives(monkeypatch, sizes, piece, kept):
     monkeypatch.setitem(PIECE_ELEMENTS, "cpu", piece)
-    monkeypatch.setitem(KEPT_ELEMENTS, "cpu", 0)
+    monkeypatch.setitem(KEPT_ELEMENTS, "cpu", kept)
     hidden, weight, targets, temperatures = sample()
     ranks = Ranks(len(sizes))
 

@@ -15,8 +15,8 @@ PIECE_ELEMENTS = {"cpu": 2**23, "cuda": 2**27}
 """Logits in one piece: 32 MB in fp32 on a CPU; a GPU needs larger ones to be busy."""
 
 KEPT_ELEMENTS = {"cpu": 2**25}
-"""So few logits are one piece, and are not made again: 128 MB at most, for a quarter of the head's
-products."""
+"""So few logits are one piece, and are not made again, which saves a quarter of the head's products:
+128 MB at most are kept, and as much again is needed for a moment. Other devices keep none."""
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
@@ -62,13 +62,20 @@ def chosen_logprobs(
         >>> chosen_logprobs(hidden, weight, torch.tensor([3]), torch.ones(1))[0].exp()
         tensor([0.2500])
     """
-    return _ChosenLogprobs.apply(hidden, weight, targets, temperatures, shard)
+    # Within the function it is always off.
+    trains = torch.is_grad_enabled()
+    return _ChosenLogprobs.apply(hidden, weight, targets, temperatures, shard, trains)
+
+
+def _few(tokens: int, weight: torch.Tensor, shard: VocabShard) -> bool:
+    rows = shard.largest or len(weight)
+    return tokens * rows <= KEPT_ELEMENTS.get(weight.device.type, 0)
 
 
 def _pieces(tokens: int, weight: torch.Tensor, shard: VocabShard) -> Iterator[slice]:
     rows = shard.largest or len(weight)
     size = max(1, PIECE_ELEMENTS.get(weight.device.type, 2**23) // rows)
-    if tokens * rows <= KEPT_ELEMENTS.get(weight.device.type, 0):
+    if _few(tokens, weight, shard):
         size = max(1, tokens)
     for start in range(0, tokens, size):
         yield slice(start, start + size)
@@ -87,15 +94,15 @@ class _ChosenLogprobs(torch.autograd.Function):
         targets: torch.Tensor,
         temperatures: torch.Tensor,
         shard: VocabShard,
+        trains: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = len(targets)
         # Not views of one tensor: FSDP hangs its hooks on what a module returns.
         logprobs, entropies, log_totals = (
             hidden.new_empty(tokens, dtype=torch.float32) for _ in range(3)
         )
-        pieces = list(_pieces(tokens, weight, shard))
         kept = None
-        for piece in pieces:
+        for piece in _pieces(tokens, weight, shard):
             logits = _logits(hidden[piece], weight, temperatures[piece])
             # From the largest logit down: differences of large numbers would cost digits.
             top = shard.max(logits.amax(-1))
@@ -109,7 +116,7 @@ class _ChosenLogprobs(torch.autograd.Function):
             logprobs[piece] = chosen - total.log()
             entropies[piece] = total.log() - moment / total
             log_totals[piece] = top + total.log()
-            if len(pieces) == 1 and any(ctx.needs_input_grad):
+            if trains and _few(tokens, weight, shard):
                 kept = exps.div_(total.unsqueeze(-1))
             del logits, exps  # before the next piece is made, not after
         ctx.save_for_backward(hidden, weight, targets, temperatures, log_totals, kept)
@@ -139,7 +146,7 @@ class _ChosenLogprobs(torch.autograd.Function):
             _add_product(grad_weight, grad_logits.T, hidden[piece])
             del grad_logits
         grad_hidden = ctx.shard.sum(grad_hidden)
-        return grad_hidden.to(hidden.dtype), grad_weight.to(weight.dtype), None, None, None
+        return grad_hidden.to(hidden.dtype), grad_weight.to(weight.dtype), *[None] * 4
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
