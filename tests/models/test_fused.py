@@ -5,8 +5,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torchtitan.models.common import CosSinRoPE
+from torchtitan.models.common.nn_modules import RMSNorm
 
-from torchtitan_rl.models.fused import FusedRoPE, rms_norm, swiglu
+from torchtitan_rl.models.fused import FusedRMSNorm, FusedRoPE, rms_norm, swiglu
 
 
 def drawn(*shape, dtype=torch.float64):
@@ -57,7 +58,16 @@ def test_swiglu(dtype, tolerance):
     compare(swiglu, lambda g, u: F.silu(g) * u, gate, up, tolerance=tolerance)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6)])
+def test_the_norm_of_half_precision_is_torchtitans():
+    config = {"normalized_shape": 16, "eps": 1e-5}
+    ours = FusedRMSNorm(FusedRMSNorm.Config(**config)).bfloat16()
+    theirs = RMSNorm(RMSNorm.Config(**config)).bfloat16()
+    compare(ours, theirs, drawn(3, 16, dtype=torch.bfloat16), tolerance=0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 0)], ids=str
+)
 def test_the_rotation(dtype, tolerance):
     query, key = drawn(1, 6, 4, 8, dtype=dtype), drawn(1, 6, 2, 8, dtype=dtype)
     angles = torch.outer(torch.tensor([0.0, 1, 2, 0, 1, 5]), torch.tensor([1.0, 0.3, 0.1, 0.01]))

@@ -13,11 +13,15 @@ PROVIDER = "torchtitan_rl_cpu"
 PRIORITY = {"rms_norm": [PROVIDER], "fused_add_rms_norm": [PROVIDER]}
 """For `EngineArgs.ir_op_priority`; vLLM adds its own choice for what a kernel does not support."""
 
+VECTOR = 16
+"""Elements that a kernel takes at a time, at most: it refuses rows of another multiple."""
+
 current_platform.import_kernels()
 
 
 def _plain(x: Tensor, weight: Tensor | None, variance_size: int | None) -> bool:
-    return variance_size is None and weight is not None and weight.dtype == x.dtype
+    known = variance_size is None and weight is not None and weight.dtype == x.dtype
+    return known and x.shape[-1] % VECTOR == 0
 
 
 @ir.ops.rms_norm.register_impl(
@@ -56,6 +60,8 @@ class CpuSiluAndMul(SiluAndMul):
     """SwiGLU's product in one pass."""
 
     def forward_native(self, x: Tensor) -> Tensor:
+        if x.shape[-1] % (2 * VECTOR) or not x.is_contiguous():  # it knows no strides
+            return SiluAndMul.forward_native(x)
         out = x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
         torch.ops._C.silu_and_mul(out, x)
         return out

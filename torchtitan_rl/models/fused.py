@@ -2,7 +2,8 @@
 
 Beside its matrix products a layer is many passes over memory, most of them in the backward pass
 that autograd puts together, and it keeps what can be had again for one pass more. Tensors that are
-cut over ranks (DTensor) take torchtitan's own way.
+cut over ranks (DTensor) take torchtitan's own way, and so do those in half precision, which these
+passes would round in between.
 """
 
 from dataclasses import dataclass
@@ -25,9 +26,9 @@ class FusedRMSNorm(RMSNorm):
 
     # torchtitan shards the argument by its name.
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if isinstance(x, DTensor) or isinstance(self.weight, DTensor) or self.eps is None:
-            return super().forward(x)
-        return rms_norm(x, self.weight, self.eps)
+        if self.eps is not None and _whole(x) and _whole(self.weight):
+            return rms_norm(x, self.weight, self.eps)
+        return super().forward(x)
 
 
 class FusedFeedForward(FeedForward):
@@ -39,9 +40,7 @@ class FusedFeedForward(FeedForward):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.w1(x), self.w3(x)
-        if isinstance(gate, DTensor):
-            return self.w2(F.silu(gate) * up)
-        return self.w2(swiglu(gate, up))
+        return self.w2(swiglu(gate, up) if _whole(gate) else F.silu(gate) * up)
 
 
 class FusedRoPE(CosSinRoPE):
@@ -55,10 +54,15 @@ class FusedRoPE(CosSinRoPE):
     def apply_rotary_emb(
         query: torch.Tensor, key: torch.Tensor, rope_cache: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if isinstance(query, DTensor):
+        if not _whole(query):
             return CosSinRoPE.apply_rotary_emb(query, key, rope_cache)
         cos, sin = rope_cache.chunk(2, dim=-1)
         return rotate(query, cos, sin), rotate(key, cos, sin)
+
+
+def _whole(tensor: torch.Tensor) -> bool:
+    """Not cut over ranks, and in full precision."""
+    return not isinstance(tensor, DTensor) and tensor.dtype in (torch.float32, torch.float64)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -84,10 +88,9 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
         # vector_norm makes no copy of x², as pow would
-        scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
-        scale = scale.square_().div_(x.shape[-1]).add_(eps).rsqrt_().to(x.dtype)
+        scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        scale = scale.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
         return (x * scale).mul_(weight)
 
@@ -129,7 +132,7 @@ class _Rotation(torch.autograd.Function):
 
 
 def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> torch.Tensor:
-    out, half = (x * cos).to(x.dtype), x.shape[-1] // 2
-    out[..., :half].addcmul_(x[..., half:], sin[..., :half].to(x.dtype), value=-sign)
-    out[..., half:].addcmul_(x[..., :half], sin[..., half:].to(x.dtype), value=sign)
+    out, half = x * cos, x.shape[-1] // 2
+    out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-sign)
+    out[..., half:].addcmul_(x[..., :half], sin[..., half:], value=sign)
     return out
