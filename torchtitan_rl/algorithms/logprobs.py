@@ -15,8 +15,8 @@ PIECE_ELEMENTS = {"cpu": 2**23, "cuda": 2**27}
 """Logits in one piece: 32 MB in fp32 on a CPU; a GPU needs larger ones to be busy."""
 
 KEPT_ELEMENTS = {"cpu": 2**25}
-"""So few logits are one piece, and are not made again: a quarter of the head's products less. 128 MB
-at most are kept, and as much again is needed for a moment. Other devices keep none."""
+"""So few logits are one piece, and are not made again: a quarter of the head's products less. 128
+MB at most are kept, and as much again is needed for a moment. Other devices keep none."""
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
