@@ -1,6 +1,7 @@
 """CPU or CUDA: which is here, and what follows from it."""
 
 import os
+import subprocess
 import sys
 
 import pytest
@@ -90,6 +91,36 @@ def test_only_the_generator_gets_settings_of_vllm():
         if any(name.startswith("VLLM_") for name in worker_env(1, role=role))
     }
     assert with_vllm == {"generator"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "keeping"),
+    [("cpu", {"trainer", "generator", "reference"}), ("cuda", set())],
+)
+def test_only_who_computes_on_a_cpu_keeps_freed_memory(machine, asked, keeping):
+    machine(asked=asked, has_cuda=True)
+    roles = ("trainer", "generator", "reference", "grader", "environment")
+    assert {r for r in roles if "MALLOC_TRIM_THRESHOLD_" in worker_env(1, role=r)} == keeping
+
+
+def test_freed_memory_is_given_back_when_it_is_asked_for():
+    script = """
+import ctypes, psutil
+from torchtitan_rl.platform import release_freed_memory
+pieces = [ctypes.create_string_buffer(1 << 20) for _ in range(64)]
+last = ctypes.create_string_buffer(1 << 20)  # what lies above keeps the heap from shrinking
+held = psutil.Process().memory_info().rss
+del pieces
+kept = psutil.Process().memory_info().rss
+release_freed_memory()
+print(held - kept, held - psutil.Process().memory_info().rss)
+"""
+    env = os.environ | worker_env(1, role="trainer")
+    run = subprocess.run(
+        [sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True
+    )
+    kept, released = map(int, run.stdout.split())
+    assert kept < 8 << 20 < 56 << 20 < released
 
 
 @pytest.mark.parametrize(("asked", "binds_itself"), [("cpu", False), ("cuda", True)])

@@ -4,7 +4,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_rl.actors.routing import engine_options
-from torchtitan_rl.platform import device_type, resolve_dtype
+from torchtitan_rl.platform import device_type, release_freed_memory, resolve_dtype
 
 if TYPE_CHECKING:
     from torchtitan_rl.actors.engine import EngineConfig
@@ -44,4 +44,6 @@ def build_llm_engine(model: str, config: "EngineConfig", tensor_parallel: int) -
         **(engine_options() if config.return_routed_experts else {}),
         **({"ir_op_priority": vllm_cpu.PRIORITY} if device_type() == "cpu" else {}),
     )
-    return LLMEngine.from_engine_args(args)
+    engine = LLMEngine.from_engine_args(args)
+    release_freed_memory()
+    return engine

@@ -12,7 +12,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from torchtitan_rl.actors.vllm_routing import RoutingRecorder
-from torchtitan_rl.platform import device_type
+from torchtitan_rl.platform import device_type, release_freed_memory
 from torchtitan_rl.weight_sync.handle import WeightHandle
 from torchtitan_rl.weight_sync.reading import OpenSnapshot, open_snapshot
 
@@ -62,6 +62,7 @@ class WorkerExtension:
                         module.quant_method.process_weights_after_loading(module)
         self.served = handle
         self.drop_staged()
+        release_freed_memory()
 
     def record_routing(self) -> None:
         """From now on, remember the experts every token goes to."""

@@ -4,6 +4,8 @@ Everything else asks it which device is here (`device_type`), what a worker proc
 environment (`worker_env`), and how libraries and models are adapted to it (`adapt_*`).
 """
 
+import contextlib
+import ctypes
 import importlib.util
 import os
 import sys
@@ -62,9 +64,6 @@ def worker_env(
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "PASSIVE",
-        # But not at once: to be woken takes as long as many an operation, and the next one is near.
-        # So many turns are some tens of microseconds.
-        "GOMP_SPINCOUNT": "30000",
         "KMP_BLOCKTIME": "0",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
@@ -73,13 +72,8 @@ def worker_env(
         # Weights by `rdma` without a card: connections side by side, a third more than with one.
         "MONARCH_RDMA_TCP_FALLBACK_PARALLELISM": "4",
     }
-    if role != "environment":  # whose many workers must not each keep the most they ever had
-        # Keep freed memory: glibc would give large tensors back, and fault every page in again.
-        env["MALLOC_MMAP_THRESHOLD_"] = str(2**32)
-        env["MALLOC_TRIM_THRESHOLD_"] = str(2**34)
-        # The heaps that glibc gives to threads hold 64 MB at most, whatever the two above say; and
-        # trainer and engine compute on threads of their own.
-        env["MALLOC_ARENA_MAX"] = "1"
+    if device_type() == "cpu" and role in ("trainer", "generator", "reference"):
+        env |= _tensors_on_the_heap()
     if gpus is not None and device_type() == "cuda":
         env["CUDA_VISIBLE_DEVICES"] = ",".join(_visible_gpus()[i] for i in gpus)
     if role == "generator":
@@ -93,6 +87,28 @@ def worker_env(
             env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
             env["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "0"
     return env
+
+
+def _tensors_on_the_heap() -> dict[str, str]:
+    """How processes that compute on a CPU use its memory and threads."""
+    return {
+        # Keep freed memory: glibc would give large tensors back, and fault every page in again.
+        "MALLOC_MMAP_THRESHOLD_": str(2**32),
+        "MALLOC_TRIM_THRESHOLD_": str(2**34),
+        # The heaps that glibc gives to threads hold 64 MB at most, whatever the two above say; and
+        # trainer and engine compute on threads of their own.
+        "MALLOC_ARENA_MAX": "1",
+        # Idle threads sleep, but not at once: to be woken takes as long as many an operation, and
+        # the next one is near. One turn is about 30 ns.
+        "GOMP_SPINCOUNT": "30000",
+    }
+
+
+def release_freed_memory() -> None:
+    """Give back to the system what was freed and is not soon wanted again, as after loading a
+    model; `worker_env` keeps it otherwise. Does nothing where the C library has no such call."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _visible_gpus() -> list[str]:
