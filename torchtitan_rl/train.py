@@ -149,6 +149,13 @@ def check(config: Controller.Config) -> None:
         controller = Controller(trial)
         if trial is not config:
             check_demonstrations(controller)
+    given, asked = len(controller.heldout), config.evaluation.prompts
+    if given < asked and not config.train_from:
+        console.print(
+            f"note: evaluations are of {given} held-out prompts: task {config.task.name!r} has "
+            f"fewer than evaluation.prompts ({asked})",
+            markup=False,
+        )
     controller.folder.changes(config.resolved().to_dict())
 
 

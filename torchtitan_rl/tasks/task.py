@@ -102,7 +102,8 @@ class Task(Configurable, ABC):
 
     @abstractmethod
     def heldout_examples(self, count: int) -> list[Example]:
-        """`count` distinct examples for evaluation, always the same ones."""
+        """`count` distinct examples for evaluation, always the same ones; a task that has fewer,
+        but at least one, may return all it has."""
 
     @abstractmethod
     def reward(
