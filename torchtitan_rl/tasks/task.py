@@ -1,4 +1,4 @@
-"""What a task is: where prompts come from and what a completion is worth.
+"""What a task is: where prompts come from and what a sample is worth.
 
 A task is a class with three methods and a nested `Config`; see `sum_digits.py` for one in full, and
 `calculator.py` for one with tools.
@@ -35,7 +35,7 @@ class Example:
 
 @dataclass(slots=True)
 class Reward:
-    """What one completion is worth."""
+    """What one sample is worth."""
 
     value: float
     correct: bool
