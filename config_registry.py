@@ -135,8 +135,17 @@ def grpo_sum_digits_smollm2_135m() -> Controller.Config:
 def grpo_jsonl() -> Controller.Config:
     """GRPO on questions and answers of your own: --task.path my.jsonl --model models/<folder>."""
     config = grpo_sum_digits_smollm2_135m()
-    engine = EngineConfig(max_model_len=512, kv_cache_gib=0.5)  # room for longer questions
-    return replace(config, task=Jsonl.Config(), generator=replace(config.generator, engine=engine))
+    return replace(
+        config,
+        task=Jsonl.Config(),
+        generator=replace(
+            config.generator,
+            # Room for longer questions, and for some working before the answer.
+            sampling=SamplingConfig(n=8, max_tokens=64),
+            engine=EngineConfig(max_model_len=512, kv_cache_gib=0.5),
+        ),
+        evaluation=EvaluationConfig(every=10, prompts=50),
+    )
 
 
 def grpo_sum_digits_qwen3_0_6b() -> Controller.Config:

@@ -70,9 +70,7 @@ class Deadly(LowTokens):
                 os._exit(3)
             case "crash":
                 ctypes.string_at(0)
-            case "hang":
-                threading.Event().wait(30)
-        return super().reward(completions, None)
+        return super().reward(completions, expected_answer)
 
 
 class Moody(LowTokens):
@@ -89,8 +87,3 @@ class Moody(LowTokens):
         example = super().train_example(index)
         fails = self.config.always or index % 4 == 1
         return replace(example, expected_answer="raise" if fails else None)
-
-    def reward(self, completions: Sequence[Rollout], expected_answer):
-        if expected_answer == "raise":
-            raise KeyError("no such answer")
-        return super().reward(completions, None)

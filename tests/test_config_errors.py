@@ -345,6 +345,7 @@ def test_a_given_model_that_is_missing_is_refused_though_there_is_a_warm_start(r
         ("--resume --run_name lost", "--resume found no run in outputs/lost"),
         ("--evaluation.prompts 1000 --task.digits 1 --task.max_numbers 2", "evaluation.prompts"),
         ("--trainer.parallelism.tensor_parallel_degree 3", "3 does not divide"),
+        (r"--task.answer =(\d+)", "demonstration of task 'sum_digits': it ends in '[ANSWER] "),
     ],
 )
 def test_a_bad_value_is_refused_before_the_warm_start(refusal, arguments, said):

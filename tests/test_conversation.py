@@ -1,4 +1,4 @@
-"""Turns merge into samples: nothing is trained twice, and nothing earlier is overwritten."""
+"""Turns merge into sequences: nothing is trained twice, and nothing earlier is overwritten."""
 
 import math
 
@@ -26,7 +26,7 @@ def turn(prompt, completion, **changes):
         # One that was rendered anew, with another token, or shortened.
         ([turn([1], [2]), turn([1, 9, 3], [4])], [[1, 2], [1, 9, 3, 4]], [".s", "...s"]),
         ([turn([1, 2], [3]), turn([1], [4])], [[1, 2, 3], [1, 4]], ["..s", ".s"]),
-        # Back to the first sample, after a branch of its own.
+        # Back to the first sequence, after a branch of its own.
         (
             [turn([1], [2]), turn([7], [8]), turn([1, 2, 3], [4])],
             [[1, 2, 3, 4], [7, 8]],
@@ -37,31 +37,31 @@ def turn(prompt, completion, **changes):
     ],
 )
 def test_merging_by_table(turns, ids, sampled):
-    samples = merge_turns(turns)
-    assert [sample.ids for sample in samples] == ids
-    marks = ["".join("s" if s else "." for s in sample.sampled) for sample in samples]
+    sequences = merge_turns(turns)
+    assert [sequence.ids for sequence in sequences] == ids
+    marks = ["".join("s" if s else "." for s in sequence.sampled) for sequence in sequences]
     assert marks == sampled
-    for sample in samples:
-        for token, logprob, was in zip(sample.ids, sample.logprobs, sample.sampled, strict=True):
+    for s in sequences:
+        for token, logprob, was in zip(s.ids, s.logprobs, s.sampled, strict=True):
             assert logprob == pytest.approx(-0.1 * token) if was else math.isnan(logprob)
 
 
 def test_the_prompt_ends_where_sampling_starts():
-    (sample,) = merge_turns([turn([1, 2], [3]), turn([1, 2, 3, 4], [5])])
-    assert sample.prompt_length == 2
+    (sequence,) = merge_turns([turn([1, 2], [3]), turn([1, 2, 3, 4], [5])])
+    assert sequence.prompt_length == 2
     (nothing,) = merge_turns([turn([1, 2], [])])
     assert nothing.prompt_length == 2
 
 
-def test_the_longest_sample_that_fits_is_extended():
+def test_the_longest_sequence_that_fits_is_extended():
     turns = [turn([1], [2]), turn([1], [2, 3]), turn([1, 2, 3, 4], [5])]
     assert [s.ids for s in merge_turns(turns)] == [[1, 2], [1, 2, 3, 4, 5]]
 
 
 def test_weights_of_earlier_turns_are_never_overwritten():
     turns = [turn([1, 2], [3]), turn([1, 2, 3, 4], [5])]
-    (sample,) = merge_turns(turns, [[None, 0.5, None], [9.0, 9.0, 9.0, 0.25, None]])
-    assert sample.alphas == [None, 0.5, None, 0.25, None]
+    (sequence,) = merge_turns(turns, [[None, 0.5, None], [9.0, 9.0, 9.0, 0.25, None]])
+    assert sequence.alphas == [None, 0.5, None, 0.25, None]
 
 
 @settings(deadline=None)
@@ -72,12 +72,12 @@ def test_every_sampled_token_is_in_exactly_one_place(parts):
     for shown, sampled in parts:
         turns.append(turn(history + shown, sampled))
         history = history + shown + sampled
-    samples = merge_turns(turns)
-    assert len(samples) == (1 if turns else 0)  # every prompt extends all before it
-    for sample in samples:
-        assert sample.ids == history
-        assert len(sample.ids) == len(sample.logprobs) == len(sample.sampled) == len(sample.alphas)
-    assert sum(sum(s.sampled) for s in samples) == sum(len(sampled) for _, sampled in parts)
+    sequences = merge_turns(turns)
+    assert len(sequences) == (1 if turns else 0)  # every prompt extends all before it
+    for s in sequences:
+        assert s.ids == history
+        assert len(s.ids) == len(s.logprobs) == len(s.sampled) == len(s.alphas)
+    assert sum(sum(s.sampled) for s in sequences) == sum(len(sampled) for _, sampled in parts)
 
 
 USER, TOOL = (Attribution(role, content=True) for role in ("user", "tool"))
@@ -109,8 +109,8 @@ def test_experts_of_several_turns_are_those_each_token_was_read_with():
     """A turn does not know where its own last token will go: the next one does."""
     first = turn([1, 2], [3, 4], routed_experts=np.array([[11], [12], [13], [0]]))
     second = turn([1, 2, 3, 4, 5], [6], routed_experts=np.array([[21]] * 3 + [[14], [15], [0]]))
-    [sample] = merge_turns([first, second])
-    assert sample.routed_experts.tolist() == [[11], [12], [13], [14], [15], [0]]
+    [sequence] = merge_turns([first, second])
+    assert sequence.routed_experts.tolist() == [[11], [12], [13], [14], [15], [0]]
 
 
 FILTERED = EchoConfig(tool=ToolEcho(), filter="shutil:which")

@@ -30,7 +30,7 @@ def ungraded(name: str, expected_answer: Any = None) -> Ungraded:
 
 @pytest.fixture
 async def graders():
-    made = Graders(lambda: spawn_grader(Grader.Config(), Deadly.Config()), most_deaths_in_a_row=3)
+    made = Graders(lambda: spawn_grader(Grader.Config(), Deadly.Config()), most_guilty_in_a_row=2)
     await made.start()
     yield made
     await made.stop()
@@ -145,6 +145,6 @@ async def test_a_run_whose_rewards_all_kill_ends(tmp_path, tiny_model):
     config = config_for(tmp_path, tiny_model, task=task, max_offpolicy_steps=1)
     async with Controller(config) as controller:
         with pytest.raises(
-            RuntimeError, match=r"graders died over 5 groups.*group deadly/train/\S+: its process"
+            RuntimeError, match=r"graders died over 6 groups.*group deadly/train/\S+: its process"
         ):
             await controller.step(0)

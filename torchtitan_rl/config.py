@@ -29,7 +29,7 @@ class EvaluationConfig:
     every: int = 10
     """Evaluate before every so many steps, and after the last."""
     prompts: int = 200
-    """Held-out prompts."""
+    """Held-out prompts; all there are, where a file has fewer."""
 
     def __post_init__(self) -> None:
         if self.every < 1 or self.prompts < 1:

@@ -66,7 +66,7 @@ class Turn:
 
 
 @dataclass(slots=True)
-class Sample:
+class TokenSequence:
     """Turns of which each one's prompt extends what was before it: one sequence to train on."""
 
     ids: list[int] = field(default_factory=list)
@@ -104,27 +104,31 @@ class Sample:
         return turn.prompt_token_ids[: len(self.ids)] == self.ids
 
 
+Sample = TokenSequence
+"""Its old name, which observability/rollout_record.py still uses."""
+
+
 def merge_turns(
     turns: Sequence[Turn], alphas: Sequence[Sequence[float | None]] | None = None
-) -> list[Sample]:
-    """The samples of a conversation, one if every turn's prompt extends the turns before it.
+) -> list[TokenSequence]:
+    """The sequences of a conversation, one if every turn's prompt extends the turns before it.
 
-    A turn whose prompt extends a sample exactly is appended to it (to the longest, if several); any
-    other starts a sample of its own. `alphas` are the echo weights of each turn's tokens.
+    A turn whose prompt extends a sequence exactly is appended to it (to the longest, if several);
+    any other starts a sequence of its own. `alphas` are the echo weights of each turn's tokens.
 
     Example:
         >>> merge_turns([Turn([1], [2], [-0.1]), Turn([1, 2, 3], [4], [-0.2])])[0].ids
         [1, 2, 3, 4]
     """
-    samples: list[Sample] = []
+    sequences: list[TokenSequence] = []
     for number, turn in enumerate(turns):
         weights = alphas[number] if alphas is not None else [None] * turn.length
-        extended = [sample for sample in samples if sample.is_extended_by(turn)]
+        extended = [sequence for sequence in sequences if sequence.is_extended_by(turn)]
         if not extended:
-            samples.append(Sample())
-        longest = max(extended or samples[-1:], key=lambda sample: len(sample.ids))
+            sequences.append(TokenSequence())
+        longest = max(extended or sequences[-1:], key=lambda sequence: len(sequence.ids))
         longest.append(turn, weights)
-    return samples
+    return sequences
 
 
 def turn_alphas(

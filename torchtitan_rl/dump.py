@@ -14,7 +14,7 @@ from typing import Any
 
 from torchtitan_rl.batching.validation import require, validate
 from torchtitan_rl.config import RunConfig
-from torchtitan_rl.conversation import Rendered, Sample
+from torchtitan_rl.conversation import Rendered, TokenSequence
 from torchtitan_rl.episodes import make_batch
 from torchtitan_rl.models.render import ChatRenderer
 from torchtitan_rl.observability.jsonl import read_lines
@@ -103,30 +103,30 @@ class RolloutDump:
                     f"{', '.join(self._tasks)}"
                 )
             try:
-                samples = [self._sample(sequence) for sequence in record["sequences"]]
+                sequences = [self._sequence(one) for one in record["sequences"]]
                 name = record["group"]
-                group = groups[name] if name in groups else self._group(record, samples)
-                self._add(groups.setdefault(name, group), record, samples)
+                group = groups[name] if name in groups else self._group(record, sequences)
+                self._add(groups.setdefault(name, group), record, sequences)
             except (KeyError, TypeError, AttributeError) as error:
                 raise ValueError(f"{where} is no rollout: {error!r}") from error
             except ValueError as error:
                 raise ValueError(f"{where}: {error}") from error
         return list(groups.values())
 
-    def _sample(self, sequence: dict[str, Any]) -> Sample:
+    def _sequence(self, record: dict[str, Any]) -> TokenSequence:
         experts = self._experts
-        sample = read_sequence(sequence, expert_dtype(experts.count) if experts else None)
-        if max(sample.ids) >= self._vocab_size:
+        sequence = read_sequence(record, expert_dtype(experts.count) if experts else None)
+        if (largest := max(sequence.ids)) >= self._vocab_size:
             raise ValueError(
-                f"token id {max(sample.ids)} lies outside 0..{self._vocab_size - 1}: the model of "
+                f"token id {largest} lies outside 0..{self._vocab_size - 1}: the model of "
                 "this run has another vocabulary than that of train_from"
             )
-        return sample
+        return sequence
 
-    def _group(self, record: dict[str, Any], samples: list[Sample]) -> Group:
+    def _group(self, record: dict[str, Any], sequences: list[TokenSequence]) -> Group:
         task = self._tasks[record["task"]]
         sampling = self._config.sampling_of(task.config)
-        prompt = samples[0].ids[: samples[0].prompt_length] if samples else []
+        prompt = sequences[0].ids[: sequences[0].prompt_length] if sequences else []
         return Group(
             record["group"],
             task,
@@ -136,12 +136,12 @@ class RolloutDump:
             recorded=True,
         )
 
-    def _add(self, group: Group, record: dict[str, Any], samples: list[Sample]) -> None:
+    def _add(self, group: Group, record: dict[str, Any], sequences: list[TokenSequence]) -> None:
         conversation = Conversation(group, record["sample"], self._renderer, self._config.limits)
-        conversation.samples = samples
+        conversation.samples = sequences
         conversation.heldout = record["split"] == "held out"
         rollout = conversation.rollout
-        rollout.completions = list(_completions(record, samples))
+        rollout.completions = list(_completions(record, sequences))
         rollout.messages, rollout.state = record["messages"], record["state"]
         rollout.status, rollout.outcomes = record["status"], record["tool_calls"]
         rollout.failure = record["failure"]
@@ -154,10 +154,10 @@ class RolloutDump:
         group.advantages.append(record["advantage"])
 
 
-def _completions(record: dict[str, Any], samples: list[Sample]) -> Iterator[Completion]:
+def _completions(record: dict[str, Any], sequences: list[TokenSequence]) -> Iterator[Completion]:
     """One for each turn: tokens that were sampled one after the other."""
-    for sample in samples:
-        tokens = zip(sample.sampled, sample.ids, strict=True)
+    for sequence in sequences:
+        tokens = zip(sequence.sampled, sequence.ids, strict=True)
         for sampled, run in groupby(tokens, key=lambda token: token[0]):
             if sampled:
                 ids = [token for _, token in run]

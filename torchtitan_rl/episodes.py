@@ -7,7 +7,7 @@ from typing import Any
 
 from torchtitan_rl.algorithms.advantage import AdvantageConfig, group_advantages
 from torchtitan_rl.algorithms.echo import EchoConfig, call_filter
-from torchtitan_rl.conversation import NOBODY, Sample, Turn, merge_turns, turn_alphas
+from torchtitan_rl.conversation import NOBODY, TokenSequence, Turn, merge_turns, turn_alphas
 from torchtitan_rl.plugins import check_arguments, resolve, told
 from torchtitan_rl.rollout import Group
 from torchtitan_rl.tasks.task import is_heldout
@@ -57,7 +57,7 @@ def make_batch(
 
 
 def judge(group: Group, advantage: AdvantageConfig, *, holdout_share: float) -> int:
-    """Give the group its advantages, and its conversations their samples; say which are held out.
+    """Give the group its advantages, and its conversations their sequences; say which are held out.
 
     Returns how many turns could not be attributed. The rollout log keeps all of this, so that a
     batch can be made of it again.
@@ -65,7 +65,7 @@ def judge(group: Group, advantage: AdvantageConfig, *, holdout_share: float) -> 
     group.advantages = group_advantages(advantage, group.scored, group.id)
     unattributed = 0
     for conversation in group.conversations:
-        conversation.samples, unknown = echoing_samples(
+        conversation.samples, unknown = echoing_sequences(
             group.task.config.echo, conversation.turns, conversation.rollout
         )
         unattributed += unknown
@@ -150,11 +150,11 @@ def trial_episodes(tasks: Iterable[str]) -> list[Episode]:
     ]
 
 
-def echoing_samples(
+def echoing_sequences(
     echo: EchoConfig | None, turns: Sequence[Turn], rollout: Rollout
-) -> tuple[list[Sample], int]:
-    """The samples of a conversation with their echo weights, and how many of its turns could not be
-    attributed."""
+) -> tuple[list[TokenSequence], int]:
+    """The sequences of a conversation with their echo weights, and how many of its turns could not
+    be attributed."""
     if echo is None:
         return merge_turns(turns), 0
     allowed = call_filter(echo, rollout) if echo.filter and turns else None
@@ -163,31 +163,31 @@ def echoing_samples(
 
 
 def to_episodes(
-    samples: Sequence[Sample], *, rl: bool, name: str = "", **of_all: Any
+    sequences: Sequence[TokenSequence], *, rl: bool, name: str = "", **of_all: Any
 ) -> list[Episode]:
-    """An episode for each sample that teaches something; without `rl`, only where it echoes.
+    """An episode for each sequence that teaches something; without `rl`, only where it echoes.
 
     `name` is of the rollout; `of_all` are the fields that they share: task, advantage and so on.
     """
     episodes = []
-    for number, sample in enumerate(samples):
-        prompt = sample.prompt_length
-        echoes = sample.alphas.count(None) < len(sample.alphas)
+    for number, sequence in enumerate(sequences):
+        prompt = sequence.prompt_length
+        echoes = sequence.alphas.count(None) < len(sequence.alphas)
         if not rl and not echoes:
             continue
-        logprobs = sample.logprobs[prompt:]
+        logprobs = sequence.logprobs[prompt:]
         recorded = not all(map(math.isnan, logprobs))
-        sampled = sample.versions.count(NOBODY) < len(sample.versions)
+        sampled = sequence.versions.count(NOBODY) < len(sequence.versions)
         episodes.append(
             Episode(
                 name=f"{name}/{number}",
-                prompt_token_ids=sample.ids[:prompt],
-                token_ids=sample.ids[prompt:],
+                prompt_token_ids=sequence.ids[:prompt],
+                token_ids=sequence.ids[prompt:],
                 token_logprobs=logprobs if recorded else None,
-                token_versions=sample.versions[prompt:] if sampled else None,
-                routed_experts=sample.routed_experts,
-                echo_alpha=_gapped(sample.alphas) if echoes else None,
-                loss_mask=sample.sampled if rl else [False] * len(sample.ids),
+                token_versions=sequence.versions[prompt:] if sampled else None,
+                routed_experts=sequence.routed_experts,
+                echo_alpha=_gapped(sequence.alphas) if echoes else None,
+                loss_mask=sequence.sampled if rl else [False] * len(sequence.ids),
                 **of_all,
             )
         )

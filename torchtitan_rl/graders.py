@@ -52,11 +52,11 @@ class Graders:
         spawn: Callable[[], Awaitable[Spawned]],
         *,
         deadline_seconds: float = 1800.0,
-        most_deaths_in_a_row: int = 5,
+        most_guilty_in_a_row: int = 5,
         timeline: Timeline | None = None,
     ) -> None:
         self._spawn, self._deadline = spawn, deadline_seconds
-        self._most_deaths = most_deaths_in_a_row
+        self._most_guilty = most_guilty_in_a_row
         self._timeline = timeline or Timeline()
         self._processes: list[_Process] = []
         """Those not ended yet; the last one grades."""
@@ -105,7 +105,7 @@ class Graders:
             how = _last_words(error)
             # Not each death: a group that kills is met twice, and may take others along at first.
             self._guilty_in_a_row += 1
-            if self._guilty_in_a_row >= self._most_deaths:
+            if self._guilty_in_a_row > self._most_guilty:
                 self._broken = (
                     f"graders died over {self._guilty_in_a_row} groups one after the other, with "
                     f"nothing graded in between; the last was group {group.group_id}: its process "

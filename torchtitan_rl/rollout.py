@@ -9,7 +9,7 @@ from typing import Any
 
 from torchtitan_rl.actors.environment import Request, Response
 from torchtitan_rl.actors.grader import RewardError, Ungraded, pair
-from torchtitan_rl.conversation import Rendered, Sample, Turn
+from torchtitan_rl.conversation import Rendered, TokenSequence, Turn
 from torchtitan_rl.models.render import ChatRenderer
 from torchtitan_rl.sampling import SamplingConfig
 from torchtitan_rl.tasks.task import Example, Reward, Task
@@ -86,7 +86,7 @@ class Group:
     buried: list["Conversation"] = field(default_factory=list)
     """Conversations that came to nothing, or are not trained; each says why."""
     recorded: bool = False
-    """Read from a dump, with advantages, samples and what is held out as they were."""
+    """Read from a dump, with advantages, sequences and what is held out as they were."""
 
     def fail(self, kind: str, reason: str, rollouts: int | None = None) -> Failure:
         """Note that so many of its rollouts, or all that are left, came to nothing."""
@@ -161,7 +161,7 @@ class Conversation:
         self.heldout = False
         self.failed: tuple[str, str] | None = None
         """Kind and reason, if it came to nothing."""
-        self.samples: list[Sample] | None = None
+        self.samples: list[TokenSequence] | None = None
         """Its sequences to train on, with their echo weights."""
         self.seconds = dict.fromkeys(("generate", "respond", "grade"), 0.0)
         """How long it waited for each; conversations that share a call share its time."""

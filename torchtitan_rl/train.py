@@ -123,11 +123,12 @@ def print_recipes(found: dict[str, recipes.Recipe]) -> None:
 
 
 def ensure_small_model(config: Controller.Config) -> None:
-    """The model that recipes for a laptop name is made when it is first asked for."""
-    folder = Path(config.model)
-    if folder == Path(smollm2.FOLDER) and not folder.exists():
-        console.print(f"{folder} is not there yet: making it, once", markup=False)
-        smollm2.make(folder)
+    """The model that recipes for a laptop name is made when it is first asked for: by a task that
+    can be trained on, or 93 MB would be fetched before a bad line of its file is named."""
+    if Path(config.model) == Path(smollm2.FOLDER):
+        for task in config.task.build(seed=config.seed).members().values():
+            task.check()
+        smollm2.ensure(Path(config.model))
 
 
 def check(config: Controller.Config) -> None:
@@ -148,6 +149,13 @@ def check(config: Controller.Config) -> None:
         controller = Controller(trial)
         if trial is not config:
             check_demonstrations(controller)
+    given, asked = len(controller.heldout), config.evaluation.prompts
+    if given < asked and not config.train_from:
+        console.print(
+            f"note: evaluations are of {given} held-out prompts: task {config.task.name!r} has "
+            f"fewer than evaluation.prompts ({asked})",
+            markup=False,
+        )
     controller.folder.changes(config.resolved().to_dict())
 
 

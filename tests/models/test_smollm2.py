@@ -130,17 +130,30 @@ def test_a_folder_that_is_there_is_left_as_it_is(folder, parameters, monkeypatch
     assert "is ready: --model" in capsys.readouterr().out
 
 
-def test_a_recipe_makes_it_when_it_is_first_asked_for(offline, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("there", ["nothing", "a damaged folder"])
+def test_a_recipe_makes_it_when_it_is_first_asked_for(
+    offline, tmp_path, monkeypatch, capsys, there
+):
     command = shlex.split("--config grpo_sum_digits_smollm2_135m")
     monkeypatch.chdir(tmp_path)
+    if there != "nothing":
+        (tmp_path / smollm2.FOLDER).mkdir(parents=True)
     assert train.main(command) == 2  # there is no index to ask
     said = " ".join(capsys.readouterr().err.split())
     assert "make model ARGS='--wheels wheels'" in said
-    made = []
-    monkeypatch.setattr(smollm2, "make", made.append)
+    monkeypatch.setattr(smollm2, "make", None)
     assert train.main([*command, "--model", "elsewhere"]) == 2
     assert "no config.json in" in capsys.readouterr().err
-    assert made == []
+
+
+def test_a_bad_file_of_questions_is_refused_before_anything_is_fetched(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(smollm2, "make", None)
+    (tmp_path / "bad.jsonl").write_text("not json\n")
+    assert train.main(shlex.split("--config grpo_jsonl --task.path bad.jsonl")) == 2
+    assert "bad.jsonl has 1 bad line of 1" in capsys.readouterr().err
 
 
 # ---- fetching: pip is the real one, with no index to ask ----------------------------------------

@@ -231,13 +231,31 @@ def test_a_pretrained_model_is_asked_in_words_and_may_answer_in_its_own():
 
 
 @pytest.mark.parametrize(
+    ("text", "value"),
+    [("the sum is 24", 1.1), ("the sum", 0.0), ("sum is 3, sum is 24", 1.1), ("sum is 3", 0.1)],
+)
+def test_an_answer_whose_group_may_be_missing_is_none_without_it(text, value):
+    (reward,) = rewards([text], 24, answer=r"sum(?: is (\d+))?(?=,|$)")
+    assert reward.value == pytest.approx(value)
+
+
+@pytest.mark.parametrize("answer", [r"= (\d+)\.?\s*$", r"^(\d+)"])
+def test_a_demonstration_that_the_task_itself_cannot_read_is_refused(answer):
+    other = task(answer=answer)
+    with pytest.raises(ValueError, match=r"'\[ANSWER\] \d+', which task\.answer .*--model"):
+        other.demonstration(other.train_example(0), random.Random(0))
+
+
+@pytest.mark.parametrize(
     ("wrong", "said"),
     [
         ({"prompt": "Add up."}, "one {}"),
         ({"prompt": "{} and {}"}, "one {}"),
         ({"prompt": "Add up the 3 digits of {}."}, "no digits"),
         ({"answer": "("}, "no regular expression"),
-        ({"answer": r"= \d+"}, "one group"),
+        ({"answer": r"= \d+"}, "task.answer '= \\\\d+' has 0 groups; mark the answer with one"),
+        ({"answer": r"(=|is) (\d+)"}, "has 2 groups"),
+        ({"answer": ""}, "has 0 groups"),
     ],
 )
 def test_a_prompt_or_an_answer_that_cannot_be_is_refused(wrong, said):

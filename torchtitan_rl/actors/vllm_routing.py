@@ -1,7 +1,4 @@
-"""Records, inside vLLM's worker on a CPU, which experts every token of every request went to.
-
-With `vllm_worker.py` and `engine.py` the only module that touches vLLM's insides; for vLLM 0.32.
-"""
+"""Records, inside vLLM's worker on a CPU, which experts every token of every request went to."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field

@@ -2,7 +2,7 @@
 
 Runs inside vLLM's own process(es).
 
-With `engine.py` and `vllm_routing.py` the only module that touches vLLM's insides; for vLLM 0.32.
+Only `engine.py` and the modules `vllm_*.py` beside it touch vLLM's insides; they are for vLLM 0.32.
 """
 
 import numpy as np

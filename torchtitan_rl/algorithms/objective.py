@@ -34,8 +34,9 @@ class LossConfig:
     kwargs: dict[str, float | str] = field(default_factory=dict)
     """Keyword arguments of the function, as names and values: `clip_low 0.1 clip_high 0.3`."""
     reduction: str = "token_mean"
-    """What weighs the same: token_mean: every token of the batch; sequence_mean: every completion;
-    prompt_mean: every prompt; fixed_length: every token, over completions times max_tokens."""
+    """What weighs the same: token_mean: every token of the batch; sequence_mean: every episode;
+    prompt_mean: every prompt; fixed_length: every token, over episodes times the most tokens that a
+    rollout may sample."""
     rollout_kl: KLConfig = field(default_factory=KLConfig)
     """KL to the policy that sampled: a soft trust region."""
     ref_kl: KLConfig = field(default_factory=KLConfig)

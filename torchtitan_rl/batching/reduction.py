@@ -16,12 +16,12 @@ def weigh(episodes: Sequence[Episode], reduction: str, *, fixed_length: int) -> 
     the number of tokens that train.
 
     Example:
-        Two completions of 1 and 3 tokens: token_mean gives every token 1/4 of the loss;
+        Two episodes of 1 and 3 tokens: token_mean gives every token 1/4 of the loss;
         sequence_mean gives the one token 1/2, and each of the three 1/6.
     """
     lengths = [sum(loss_mask(e)) for e in episodes]
     tokens = sum(lengths)
-    completions = sum(length > 0 for length in lengths)
+    trained = sum(length > 0 for length in lengths)
     by_prompt: Counter[str] = Counter()
     for episode, length in zip(episodes, lengths, strict=True):
         by_prompt[episode.group_id] += length
@@ -31,9 +31,9 @@ def weigh(episodes: Sequence[Episode], reduction: str, *, fixed_length: int) -> 
         if length == 0 or reduction == "token_mean":
             return 1.0
         if reduction == "sequence_mean":
-            return tokens / (completions * length)
+            return tokens / (trained * length)
         if reduction == "prompt_mean":
             return tokens / (prompts * by_prompt[episode.group_id])
-        return tokens / (completions * fixed_length)
+        return tokens / (trained * fixed_length)
 
     return [replace(e, weight=weight(e, n)) for e, n in zip(episodes, lengths, strict=True)]

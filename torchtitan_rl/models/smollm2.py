@@ -51,8 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     folder = Path(arguments.folder)
     try:
-        if not (folder.exists() and whole(folder)):
-            make(folder, wheels=arguments.wheels)
+        ensure(folder, wheels=arguments.wheels)
     except MakingError as error:
         error_console.print(f"[bold red]error[/]: {escape(str(error))}")
         return 1
@@ -62,14 +61,17 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def whole(folder: Path) -> bool:
-    """Whether a folder that is there can be used as it is; if not, says why."""
-    try:
-        check_files(folder, parameters=PARAMETERS)
-    except MakingError as error:
-        console.print(f"{error}; making it anew", markup=False)
-        return False
-    return True
+def ensure(folder: Path, *, wheels: str | None = None) -> None:
+    """Make the folder unless it is there and whole; says why."""
+    why = f"{folder} is not there yet: making it, once"
+    if folder.exists():
+        try:
+            check_files(folder, parameters=PARAMETERS)
+            return
+        except MakingError as error:
+            why = f"{error}; making it anew"
+    console.print(why, markup=False)
+    make(folder, wheels=wheels)
 
 
 def make(folder: Path, *, wheels: str | None = None) -> None:

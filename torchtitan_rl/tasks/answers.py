@@ -98,7 +98,7 @@ class AnswerReward:
                 )
         if self.marker and self.pattern:
             raise ValueError("task.reward.marker and task.reward.pattern exclude each other")
-        self._check_pattern()
+        check_pattern(self.pattern, setting="task.reward.pattern")
         if not 0 <= self.format_reward < math.inf:
             raise ValueError(
                 f"task.reward.format_reward must be 0 or more; got {self.format_reward}"
@@ -107,19 +107,6 @@ class AnswerReward:
             raise ValueError(
                 "task.reward.format_reward: any text has the form that is asked for; set "
                 "task.reward.marker or task.reward.pattern"
-            )
-
-    def _check_pattern(self) -> None:
-        try:
-            groups = re.compile(self.pattern).groups
-        except re.error as error:
-            raise ValueError(
-                f"task.reward.pattern {self.pattern!r} is no regular expression: {error}"
-            ) from error
-        if groups > 1:
-            raise ValueError(
-                f"task.reward.pattern {self.pattern!r} has {groups} groups; mark the answer with "
-                "one, and write the others as (?:...)"
             )
 
     @property
@@ -145,7 +132,7 @@ class AnswerReward:
         if self.marker:
             _, marker, behind = text.rpartition(self.marker)
             return next(iter(behind.strip().splitlines()), "").strip() or None if marker else None
-        return _last_match(self.pattern, text) if self.pattern else text.strip()
+        return last_match(self.pattern, text) if self.pattern else text.strip()
 
     def __call__(self, text: str, expected: Any) -> Reward:
         """What a completion is worth; an answer that is not found is worth nothing."""
@@ -181,7 +168,26 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     return re.compile(pattern)
 
 
-def _last_match(pattern: str, text: str) -> str | None:
+def check_pattern(pattern: str, *, setting: str, needs_group: bool = False) -> None:
+    """Refuse a pattern that `last_match` could find no one answer with."""
+    try:
+        groups = re.compile(pattern).groups
+    except re.error as error:
+        raise ValueError(f"{setting} {pattern!r} is no regular expression: {error}") from error
+    if groups > 1 or (needs_group and not groups):
+        raise ValueError(
+            f"{setting} {pattern!r} has {groups} groups; mark the answer with one, and write the "
+            "others as (?:...)"
+        )
+
+
+def last_match(pattern: str, text: str) -> str | None:
+    """What the pattern matches last, or its group if it has one; None if that is nothing.
+
+    Example:
+        >>> last_match(r"= (\\d+)", "6 + 8 = 14, 14 + 1 = 15.")
+        '15'
+    """
     found = None
     for match in _compiled(pattern).finditer(text):
         found = match[match.re.groups]

@@ -1,4 +1,4 @@
-"""Tasks whose questions are drawn at random, with an answer to find behind `[ANSWER]`."""
+"""Tasks whose questions are drawn at random, with an answer to find, usually behind `[ANSWER]`."""
 
 import random
 from abc import abstractmethod
@@ -20,7 +20,7 @@ class QuestionTask(Task):
         heldout_share: float = 0.1
         """Share of all questions that is kept for evaluation."""
         format_reward: float = 0.1
-        """Reward for ending in an `[ANSWER]`, whatever it is; a right answer earns 1 besides."""
+        """Reward for an answer in the form that is asked for; a right one earns 1 besides."""
         instructions: str = ""
         """System message; a pretrained model needs to be told what is asked of it."""
 

@@ -1,15 +1,15 @@
 """Sum of digits: "47 85" → "4 11 19 24 [ANSWER] 24". Small enough for a 0.6M-parameter model."""
 
 import random
-import re
 from dataclasses import dataclass
 
+from torchtitan_rl.tasks.answers import check_pattern, last_match
 from torchtitan_rl.tasks.questions import QuestionTask
 from torchtitan_rl.tasks.task import Example
 
 
 class SumDigits(QuestionTask):
-    """Add up the digits of a few numbers, one after the other, and end in `[ANSWER] n`."""
+    """Add up the digits of a few numbers, one after the other, and end in the sum."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(QuestionTask.Config):
@@ -23,7 +23,8 @@ class SumDigits(QuestionTask):
         prompt: str = "{}"
         """What the model is asked, with the numbers in place of {}."""
         answer: str = r"\[ANSWER\] (\d+)\s*$"
-        """Regular expression of an answer in the form that is asked for; its group is the sum."""
+        """Regular expression of an answer in the form that is asked for: the sum is its group,
+        where it matches last."""
         forgotten_carries: float = 0.7
         """How often a demonstration forgets the carry when its sum passes nineteen."""
 
@@ -46,12 +47,7 @@ class SumDigits(QuestionTask):
                     "task.prompt must have one {}, where the numbers go, and no digits of its "
                     f"own; got {self.prompt!r}"
                 )
-            try:
-                groups = re.compile(self.answer).groups
-            except re.error as error:
-                raise ValueError(f"task.answer is no regular expression: {error}") from error
-            if groups != 1:
-                raise ValueError(f"task.answer must have one group, the sum; it has {groups}")
+            check_pattern(self.answer, setting="task.answer", needs_group=True)
 
     config: Config
 
@@ -66,8 +62,8 @@ class SumDigits(QuestionTask):
 
     def read_answer(self, text: str) -> str | None:
         # As text: the digits are the model's, and may be thousands.
-        found = re.search(self.config.answer, text)
-        return (found[1].lstrip("0") or "0") if found else None
+        found = last_match(self.config.answer, text)
+        return (found.lstrip("0") or "0") if found else None
 
     def demonstration(self, example: Example, rng: random.Random) -> str:
         """Running sums by a teacher who is sure up to nineteen and then tends to forget a carry.
@@ -81,4 +77,10 @@ class SumDigits(QuestionTask):
             carried = running < 20 <= running + digit
             running += digit - (10 if carried and forgets else 0)
             sums.append(str(running))
-        return f"{' '.join(sums)} [ANSWER] {running}"
+        said = f"{' '.join(sums)} [ANSWER] {running}"
+        if self.read_answer(said) != str(running):
+            raise ValueError(
+                f"it ends in '[ANSWER] {running}', which task.answer {self.config.answer!r} does "
+                "not find; leave out task.answer, or start from a model (--model)"
+            )
+        return said

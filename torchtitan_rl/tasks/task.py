@@ -1,4 +1,4 @@
-"""What a task is: where prompts come from and what a completion is worth.
+"""What a task is: where prompts come from and what a sample is worth.
 
 A task is a class with three methods and a nested `Config`; see `sum_digits.py` for one in full, and
 `calculator.py` for one with tools.
@@ -35,7 +35,7 @@ class Example:
 
 @dataclass(slots=True)
 class Reward:
-    """What one completion is worth."""
+    """What one sample is worth."""
 
     value: float
     correct: bool
@@ -102,7 +102,8 @@ class Task(Configurable, ABC):
 
     @abstractmethod
     def heldout_examples(self, count: int) -> list[Example]:
-        """`count` distinct examples for evaluation, always the same ones."""
+        """`count` distinct examples for evaluation, always the same ones; a task that has fewer,
+        but at least one, may return all it has."""
 
     @abstractmethod
     def reward(
