@@ -104,10 +104,6 @@ class TokenSequence:
         return turn.prompt_token_ids[: len(self.ids)] == self.ids
 
 
-Sample = TokenSequence
-"""Its old name, which observability/rollout_record.py still uses."""
-
-
 def merge_turns(
     turns: Sequence[Turn], alphas: Sequence[Sequence[float | None]] | None = None
 ) -> list[TokenSequence]:

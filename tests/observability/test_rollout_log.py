@@ -14,7 +14,7 @@ from tests.support import ONE_TURN, PROMPT, TWO_TURNS, USER, conversation, grade
 from torchtitan_rl.actors.grader import RewardError
 from torchtitan_rl.algorithms.advantage import AdvantageConfig
 from torchtitan_rl.algorithms.echo import EchoConfig, ToolEcho
-from torchtitan_rl.conversation import NOBODY, Sample
+from torchtitan_rl.conversation import NOBODY, TokenSequence
 from torchtitan_rl.episodes import make_batch
 from torchtitan_rl.observability import rollout_log
 from torchtitan_rl.observability.jsonl import encode
@@ -163,7 +163,7 @@ streams = st.integers(2, 6).flatmap(
 @given(streams)
 def test_a_sequence_is_read_as_it_was_written(drawn):
     sampled = drawn["sampled"]
-    sample = Sample(
+    sample = TokenSequence(
         ids=drawn["ids"],
         sampled=sampled,
         logprobs=[p if s else math.nan for p, s in zip(drawn["logprobs"], sampled, strict=True)],

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchtitan_rl.conversation import NOBODY, Sample, merge_turns
+from torchtitan_rl.conversation import NOBODY, TokenSequence, merge_turns
 from torchtitan_rl.types import Rollout, ScoredCompletion
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def rollout_record(entry: Entry, step: int) -> dict[str, Any]:
     }
 
 
-def _samples(conversation: "Conversation | None") -> list[Sample]:
+def _samples(conversation: "Conversation | None") -> list[TokenSequence]:
     if conversation is None:
         return []
     if conversation.samples is None:  # nobody has asked what it teaches
@@ -110,7 +110,7 @@ def _versions(rollout: Rollout) -> dict[str, int | None]:
     }
 
 
-def sequence_record(sample: Sample) -> dict[str, Any]:
+def sequence_record(sample: TokenSequence) -> dict[str, Any]:
     """A sequence to train on; a stream that says nothing is null.
 
     Example:
@@ -132,13 +132,13 @@ def sequence_record(sample: Sample) -> dict[str, Any]:
     }
 
 
-def read_sequence(record: dict[str, Any], expert_dtype: np.dtype | None = None) -> Sample:
+def read_sequence(record: dict[str, Any], expert_dtype: np.dtype | None = None) -> TokenSequence:
     """The sample that `sequence_record` was given."""
     prompt, ids = record["prompt_ids"], record["ids"]
     before, count = len(prompt), len(ids)
     logprobs = record["logprobs"] or [None] * count
     experts = record["experts"]
-    return Sample(
+    return TokenSequence(
         ids=prompt + ids,
         logprobs=[math.nan] * before + [math.nan if p is None else p for p in logprobs],
         sampled=list(map(bool, record["mask"] or [0] * before + [1] * count)),
