@@ -17,7 +17,8 @@ TRL's own, and as it is installed it takes a quarter longer or more.
 
 `step_mfu` divides the operations a plain implementation needs (`peer_work.step_flops`, the same for
 both) by time and by the fastest float32 matrix product measured in this run. This library trains
-on a prompt once for all its samples, so its share of the peak counts work that it saves.
+on a prompt once for all its samples, so its share of the peak counts work that it saves; with
+longer prompts it would gain more by that, with shorter ones less.
 `peak_memory_gb` is the proportional set size of all processes, in which shared pages count once.
 """
 
@@ -42,6 +43,7 @@ from peer_work import WARM_UP, Work, endless, step_flops
 
 from torchtitan_rl.models import smollm2
 from torchtitan_rl.models.tiny import write_tiny_model
+from torchtitan_rl.platform import worker_env
 
 HERE = Path(__file__).parent
 VENV = Path("outputs/benchmarks/trl-venv")
@@ -53,7 +55,11 @@ OURS = {
 }
 """What differs from peer_ours.recipe. The tiny model decodes faster on two cores apart, and its
 whole step fits in one pass; a second generator of 135M parameters gained nothing, for 2 GB more."""
-KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**34)}
+KEEP_MEMORY = {
+    name: value
+    for name, value in worker_env(0, role="trainer").items()
+    if name.startswith("MALLOC_")
+}
 """What this library sets for its workers: memory that was freed is not faulted in again. TRL gains
 by it too, if somebody sets it, so TRL is measured both ways."""
 
