@@ -1,11 +1,16 @@
 """Fixtures that several modules share. Meshes and engines are made once per module."""
 
+import signal
 from pathlib import Path
 
 import pytest
 
 from tests.models.support import noisy_copy
 from torchtitan_rl.models.tiny import write_tiny_model
+
+# Where pytest runs in the background of a shell, Ctrl-C is ignored, and so by whatever it starts.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LONGEST = (
     *("test_graders.py", "runs/test_async_runs.py", "runs/test_integration.py"),
