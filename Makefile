@@ -29,8 +29,7 @@ model: install ## Make SmolLM2-135M-Instruct, a small real model, in outputs/mod
 test: install ## Lint, format check, type check, tests and docs: make test ARGS='-k name'
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
-	@$(PY) -m mypy
-	@scripts/browser.sh
+	@$(PY) -m mypy & mypy=$$!; scripts/browser.sh; found=$$?; wait $$mypy && exit $$found
 	@exec $(PY) -m pytest $(PARALLEL) $(ARGS)
 
 docs: install ## Build the pages of docs/; warnings are errors, as in `make test`.

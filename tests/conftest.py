@@ -1,5 +1,6 @@
 """Fixtures that several modules share. Meshes and engines are made once per module."""
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -7,12 +8,16 @@ import pytest
 from tests.models.support import noisy_copy
 from torchtitan_rl.models.tiny import write_tiny_model
 
+# Where pytest runs in the background of a shell, Ctrl-C is ignored, and so by whatever it starts.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 LONGEST = (
-    *("test_graders.py", "runs/test_async_runs.py", "runs/test_integration.py"),
-    *("runs/test_whole_runs.py", "actors/test_routing.py", "test_readme.py"),
-    *("runs/test_tool_runs.py", "examples", "actors/test_partial_pulls.py"),
-    *("actors/test_trainer.py", "test_generators.py", "runs", "actors"),
-    *("weight_sync", "models", "view"),
+    *("runs/test_whole_runs.py", "test_readme.py", "examples", "actors/test_trainer.py"),
+    *("actors/test_partial_pulls.py", "test_graders.py", "actors/test_routing.py"),
+    *("runs/test_async_runs.py", "runs/test_tool_runs.py", "runs/test_integration.py"),
+    *("test_warm_start.py", "models/test_shards.py", "runs", "actors", "weight_sync"),
+    *("test_generators.py", "test_rollout.py", "models", "view", "test_docs.py"),
 )
 """Files and folders that take longest, the longest first. Else one process would be left alone with
 one of them at the end."""

@@ -27,8 +27,9 @@ RECIPES = recipes.find_recipes(recipes.load_module(str(ROOT / "config_registry.p
 def test_the_task_and_the_recipe_train_from_a_folder_of_their_own(tmp_path):
     for file in ("largest_digit.py", "config_registry.py"):
         (tmp_path / file).write_text(block(file))
-    # Of 40 steps: enough to see it learn.
-    arguments = [*command("--config largest_digit_tiny"), "--steps", "15"]
+    # Of 150 steps of imitation, and then 40: enough to see it learn.
+    arguments = [*command("--config largest_digit_tiny"), "--warm_start.steps", "80"]
+    arguments += ["--steps", "12", "--evaluation.prompts", "100"]
     run = subprocess.run(
         [sys.executable, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=280
     )

@@ -19,6 +19,8 @@ def completion(text: str, token_ids: tuple[int, ...] = (1, 200)) -> Completion:
 @pytest.fixture(scope="module")
 async def sums():
     spawned = await spawn_grader(Grader.Config(), SumDigits.Config())
+    # It has not even imported torch, which would take longer than all the rest of its start.
+    assert not [m.path for m in spawned.processes[0].memory_maps() if "libtorch" in m.path]
     yield spawned.actor
     await spawned.stop()
 

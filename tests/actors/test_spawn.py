@@ -30,7 +30,7 @@ def test_a_worker_that_does_not_start_is_named_with_a_remedy():
     run = subprocess.run(
         [sys.executable, "-c", SPAWN_A_GRADER],
         # Monarch reads it once, when it is imported.
-        env={**os.environ, spawn.START_SECONDS_VARIABLE: "50ms"},
+        env={**os.environ, spawn.START_SECONDS_VARIABLE: "5ms"},
         capture_output=True,
         text=True,
         timeout=60,

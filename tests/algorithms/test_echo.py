@@ -15,8 +15,8 @@ from torchtitan_rl.algorithms.echo import (
     ToolEcho,
     checked_mask,
     echo_alphas,
-    echo_loss,
 )
+from torchtitan_rl.algorithms.echo_loss import echo_loss
 from torchtitan_rl.algorithms.objective import LossConfig, objective
 from torchtitan_rl.algorithms.policy_loss import LOSSES, LossInputs
 from torchtitan_rl.observability.metrics import flatten

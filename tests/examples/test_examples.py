@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from torchtitan_rl import train
 from torchtitan_rl.algorithms.policy_loss import LossInputs
 from torchtitan_rl.observability.jsonl import read_lines
 from torchtitan_rl.observability.sinks import read_metrics
@@ -21,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 NOTEBOOK = EXAMPLES / "actors.ipynb"
 SCRIPTS = sorted(EXAMPLES.glob("*.py"))
+PARTS = ("task", "advantage", "loss")
 
 
 def command(script: Path) -> list[str]:
@@ -30,12 +32,18 @@ def command(script: Path) -> list[str]:
     return shlex.split(line)
 
 
-def run(name: str, model: Path, folder: Path) -> tuple[list[dict[str, float]], list[dict]]:
-    """Two steps of an example: what was measured, and the rollouts of the first."""
-    short = f"""--model {model} --steps 2 --prompts_per_step 4 --evaluation.prompts 4
+@pytest.fixture(scope="module")
+def trained(tiny_model, tmp_path_factory) -> tuple[list[dict[str, float]], list[dict]]:
+    """Two steps with all that the commands ask for: what was measured, and the rollouts of the
+    first."""
+    folder = tmp_path_factory.mktemp("outputs")
+    task, *others = [command(EXAMPLES / f"custom_{part}.py") for part in PARTS]
+    short = f"""--model {tiny_model} --steps 2 --prompts_per_step 4 --evaluation.prompts 4
         --generator.engine.kv_cache_gib 0.1 --output_dir {folder} --run_name run"""
+    options = [option for other in others for option in other[len(task) :]]
+    assert [other[: len(task)] for other in others] == [task, task]
     done = subprocess.run(
-        [sys.executable, *command(EXAMPLES / name)[1:], *short.split()],
+        [sys.executable, *task[1:], *options, *short.split()],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -49,8 +57,14 @@ def run(name: str, model: Path, folder: Path) -> tuple[list[dict[str, float]], l
     return rows, [rollout for _, rollout in lines]
 
 
-def test_the_task_is_trained_on(tiny_model, tmp_path):
-    rows, rollouts = run("custom_task.py", tiny_model, tmp_path)
+@pytest.mark.parametrize("part", PARTS)
+def test_each_command_is_understood(part, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert train.parse(command(EXAMPLES / f"custom_{part}.py")[3:]) is not None
+
+
+def test_the_task_is_trained_on(trained):
+    rows, rollouts = trained
     assert 0 < rows[0]["reward/palindromes/mean"] < 1
     for rollout in rollouts:
         text = rollout["messages"][-1]["content"]
@@ -73,8 +87,8 @@ def test_the_tasks_reward(monkeypatch):
     assert example.expected_answer == example.messages[-1]["content"]
 
 
-def test_the_advantage_is_taken(tiny_model, tmp_path):
-    _, rollouts = run("custom_advantage.py", tiny_model, tmp_path)
+def test_the_advantage_is_taken(trained):
+    _, rollouts = trained
     advantages = []
     for _, group in groupby(rollouts, key=lambda rollout: rollout["group"]):
         samples = list(group)
@@ -88,8 +102,8 @@ def test_the_advantage_is_taken(tiny_model, tmp_path):
     assert any(advantages)
 
 
-def test_the_loss_is_taken(tiny_model, tmp_path):
-    rows, _ = run("custom_loss.py", tiny_model, tmp_path)
+def test_the_loss_is_taken(trained):
+    rows, _ = trained
     # On-policy the ratio is 1, up to rounding and the limit that the command sets.
     for row in rows[:2]:
         assert row["loss/taper/mean"] == pytest.approx(1, abs=1e-4)
@@ -127,8 +141,13 @@ def test_the_notebook_trains_a_step_and_serves_it(tmp_path):
         *("[c.token_logprobs for c in completions]", "[c.token_logprobs for c in again]"),
         *("now", "renewed", "[e.advantage for e in episodes]"),
     )
+    steps, fewer = "range(120)", "range(60)"  # of teaching: enough for rewards that differ
+    written = NOTEBOOK.read_text()
+    assert written.count(steps) == 1
+    notebook = tmp_path / NOTEBOOK.name
+    notebook.write_text(written.replace(steps, fewer))
     done = subprocess.run(
-        [sys.executable, Path(__file__).with_name("run_notebook.py"), NOTEBOOK, *wanted],
+        [sys.executable, Path(__file__).with_name("run_notebook.py"), notebook, *wanted],
         cwd=tmp_path,
         capture_output=True,
         text=True,

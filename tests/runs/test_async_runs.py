@@ -63,7 +63,7 @@ async def test_generation_runs_ahead_and_survives_its_generators(tmp_path, tiny_
     config = config_for(
         tmp_path,
         tiny_model,
-        steps=8,
+        steps=6,
         max_offpolicy_steps=1,
         generator_replicas=2,
         generator=replace(base.generator, sampling=long),
@@ -76,8 +76,8 @@ async def test_generation_runs_ahead_and_survives_its_generators(tmp_path, tiny_
         for process in generators.replicas[rng.randrange(2)].spawned.processes:
             process.kill()
 
-    rows, controller = await steps(config, 8, kill)
-    assert [row["policy_version"] for row in rows] == list(range(1, 9))
+    rows, controller = await steps(config, 6, kill)
+    assert [row["policy_version"] for row in rows] == list(range(1, 7))
     assert all(row["episodes"] == 16 for row in rows)
     assert all(row["mismatch/all/max"] <= 1e-4 for row in rows if row["policy_age/all/max"] == 0)
     assert max(row["policy_age/all/max"] for row in rows) == 1

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from monarch.actor import Actor, concurrent_endpoint
-from torchtitan.config import Configurable
 
 from torchtitan_rl.actors.tool_calls import (
     MAX_ERROR_CHARS,
@@ -22,6 +21,7 @@ from torchtitan_rl.actors.tool_calls import (
     shortened,
 )
 from torchtitan_rl.actors.tool_workers import ProcessEndedError, Workers
+from torchtitan_rl.configurable import Configurable
 from torchtitan_rl.plugins import nearest
 from torchtitan_rl.tasks.task import Task
 from torchtitan_rl.tasks.tools import ToolCall

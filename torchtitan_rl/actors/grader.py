@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from monarch.actor import Actor, concurrent_endpoint
-from torchtitan.config import Configurable
 
+from torchtitan_rl.configurable import Configurable
 from torchtitan_rl.plugins import told
 from torchtitan_rl.tasks.task import Reward, Task
 from torchtitan_rl.types import Completion, Rollout, ScoredCompletion

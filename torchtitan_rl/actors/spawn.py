@@ -14,17 +14,17 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import monarch.actor
 import psutil
-from monarch.actor import Actor, default_bootstrap_cmd, endpoint, shutdown_context, this_host
+from monarch.actor import Actor, default_bootstrap_cmd, shutdown_context, this_host
 from monarch.spmd import setup_torch_elastic_env_async
 
 from torchtitan_rl.actors.environment import Environment
 from torchtitan_rl.actors.generator import VLLMGenerator
 from torchtitan_rl.actors.grader import Grader
+from torchtitan_rl.actors.place import Place
 from torchtitan_rl.actors.reference import Reference
 from torchtitan_rl.actors.trainer import Trainer
 from torchtitan_rl.observability.console import console
@@ -237,15 +237,6 @@ async def _start_processes(name: str, processes: int, command: Any) -> Any:
     raise TimeoutError(
         f"{reason}. Is the machine very busy? Set {START_SECONDS_VARIABLE}=300s to wait longer"
     ) from cause
-
-
-class Place(Actor):
-    """Tells which process and machine it lives on."""
-
-    @endpoint
-    async def get(self) -> tuple[int, str]:
-        # Of the kernel that runs, the same for all containers on it; a host name says less.
-        return os.getpid(), Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def end_all_processes() -> None:

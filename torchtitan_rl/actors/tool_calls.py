@@ -7,6 +7,7 @@ Whatever a tool does or returns becomes a `Result`. The same code runs in a work
 import inspect
 import json
 import pickle
+import struct
 import sys
 import traceback
 from collections import Counter
@@ -17,6 +18,8 @@ from torchtitan_rl.tasks.task import Task
 from torchtitan_rl.tasks.tools import ArgumentsError, Tool
 from torchtitan_rl.types import Message, Outcome
 
+LENGTH = struct.Struct("!Q")
+"""Precedes every pickle between the environment and a worker."""
 MOST_TRACEBACKS = 3
 """Of one tool and one kind of error that a process writes to its log."""
 _LOGGED: Counter[tuple[str, str, str]] = Counter()

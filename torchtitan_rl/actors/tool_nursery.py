@@ -17,7 +17,6 @@ import os
 import pickle
 import signal
 import socket
-import struct
 import sys
 import traceback
 from typing import Any
@@ -25,11 +24,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchtitan_rl.actors.tool_calls import Member, failed, make, packed
+from torchtitan_rl.actors.tool_calls import LENGTH, Member, failed, make, packed
 from torchtitan_rl.tasks.task import Task
 
-LENGTH = struct.Struct("!Q")
-"""Precedes every pickle between the environment and a worker."""
 READY = b"!"
 """The first a worker sends: from here on a call's clock may run."""
 REAP_SECONDS = 0.05

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import cloudpickle
 
-from torchtitan_rl.actors.tool_calls import MAX_RESULT_BYTES, Call, Offer, Result
-from torchtitan_rl.actors.tool_nursery import LENGTH
+from torchtitan_rl.actors.tool_calls import LENGTH, MAX_RESULT_BYTES, Call, Offer, Result
 from torchtitan_rl.tasks.task import Task
 
 BUILD_SECONDS = 600.0

@@ -23,7 +23,7 @@ from monarch.actor import Actor, concurrent_endpoint
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.config import Configurable
 
-from torchtitan_rl.algorithms.echo import echo_loss
+from torchtitan_rl.algorithms.echo_loss import echo_loss
 from torchtitan_rl.algorithms.objective import LossConfig, mismatch, objective
 from torchtitan_rl.algorithms.policy_loss import LossInputs, LossOutput
 from torchtitan_rl.batching.grid import Grid

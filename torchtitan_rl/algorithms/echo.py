@@ -9,10 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-import torch
-
-from torchtitan_rl.algorithms.policy_loss import LossOutput
-from torchtitan_rl.observability.metrics import Distribution, Sum
 from torchtitan_rl.plugins import check_arguments, resolve, told
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -146,18 +142,3 @@ def checked_mask(name: str, mask: object, lengths: Sequence[int]) -> list[list[b
     if any(not isinstance(keep, bool) for turn in mask for keep in turn):
         raise TypeError(f"echo filter {name!r} must return bools only")
     return mask
-
-
-def echo_loss(logprobs: torch.Tensor, alphas: torch.Tensor | None) -> LossOutput:
-    """-Σ alpha·t over the tokens that echo; without any, 0 and no metric.
-
-    Example:
-        >>> echo_loss(torch.tensor([-2.0]), torch.tensor([0.5])).loss_sum
-        tensor(1.)
-    """
-    if alphas is None:
-        return LossOutput(logprobs.sum() * 0.0)
-    return LossOutput(
-        -(alphas * logprobs).sum(),
-        {"echo_nll": Distribution.of(-logprobs), "echo_tokens": Sum(float(logprobs.numel()))},
-    )

@@ -1,7 +1,8 @@
 """Where CPU and CUDA differ, in one place.
 
 Everything else asks it which device is here (`device_type`), what a worker process needs in its
-environment (`worker_env`), and how libraries and models are adapted to it (`adapt_*`).
+environment (`worker_env`), and how libraries and models are adapted to it (`adapt_*`). torch is
+imported when it is asked: every worker imports this package, and a grader needs no torch.
 """
 
 import contextlib
@@ -13,9 +14,10 @@ import types
 import warnings
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 DeviceType = Literal["cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16"]
@@ -27,11 +29,13 @@ def device_type() -> DeviceType:
     chosen = os.environ.get("TORCHTITAN_RL_PLATFORM", "")
     if chosen not in ("", "cpu", "cuda"):
         raise ValueError(f"TORCHTITAN_RL_PLATFORM is {chosen!r}; it can be 'cpu' or 'cuda'")
+    if chosen == "cpu":
+        return "cpu"
+    import torch
+
     if chosen == "cuda" and not torch.cuda.is_available():
         raise ValueError("TORCHTITAN_RL_PLATFORM is 'cuda' but torch sees no CUDA device here")
-    if chosen == "cpu" or not torch.cuda.is_available():
-        return "cpu"
-    return "cuda"
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def resolve_dtype(dtype: Dtype) -> Literal["float32", "bfloat16"]:
@@ -113,12 +117,16 @@ def release_freed_memory() -> None:
 
 
 def _visible_gpus() -> list[str]:
+    import torch
+
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     return chosen.split(",") if chosen else [str(i) for i in range(torch.cuda.device_count())]
 
 
 def check_gpus(needed: int) -> None:
     """On a CUDA machine, trainer, generator and reference each need GPUs of their own."""
+    import torch
+
     if device_type() == "cuda" and torch.cuda.device_count() < needed:
         raise ValueError(
             f"the actors' parallelism needs {needed} GPUs; this machine has "
@@ -134,6 +142,8 @@ def adapt_torchtitan() -> None:
     and its expert-parallel kernels import Triton, which has no CPU build. Only those kernels are
     replaced, by a module that says what it needs when one of them is used.
     """
+    import torch
+
     if device_type() == "cpu":
         torch._utils._get_available_device_type = lambda: "cpu"
         # Its routers ask for fp32 by autocast, which a CPU cannot do and need not: it computes so.
@@ -158,7 +168,7 @@ class _NeedsTriton(types.ModuleType):
         return unavailable
 
 
-def adapt_parallelized_model(model: torch.nn.Module) -> None:
+def adapt_parallelized_model(model: "torch.nn.Module") -> None:
     """Make FSDP2 sum gradients over ranks: the loss is normalised over the global batch already.
 
     Plain sums also are all that gloo can do (it has no PREMUL_SUM).

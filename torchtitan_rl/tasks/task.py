@@ -12,9 +12,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
-from torchtitan.config import Configurable
-
 from torchtitan_rl.algorithms.echo import EchoConfig
+from torchtitan_rl.configurable import Configurable
 from torchtitan_rl.plugins import nearest
 from torchtitan_rl.sampling import SamplingConfig
 from torchtitan_rl.tasks.tools import Tool, find_tools

@@ -1,0 +1,21 @@
+"""The loss of Echo; which tokens it is of, is said in echo.py, which needs no torch."""
+
+import torch
+
+from torchtitan_rl.algorithms.policy_loss import LossOutput
+from torchtitan_rl.observability.metrics import Distribution, Sum
+
+
+def echo_loss(logprobs: torch.Tensor, alphas: torch.Tensor | None) -> LossOutput:
+    """-Σ alpha·t over the tokens that echo; without any, 0 and no metric.
+
+    Example:
+        >>> echo_loss(torch.tensor([-2.0]), torch.tensor([0.5])).loss_sum
+        tensor(1.)
+    """
+    if alphas is None:
+        return LossOutput(logprobs.sum() * 0.0)
+    return LossOutput(
+        -(alphas * logprobs).sum(),
+        {"echo_nll": Distribution.of(-logprobs), "echo_tokens": Sum(float(logprobs.numel()))},
+    )
