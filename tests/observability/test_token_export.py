@@ -2,7 +2,11 @@
 
 import json
 import math
+import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +18,7 @@ from torchtitan_rl.algorithms.policy_loss import LossOutput
 from torchtitan_rl.batching.grid import make_grid
 from torchtitan_rl.batching.schema import loss_mask
 from torchtitan_rl.observability import token_export
-from torchtitan_rl.observability.token_export import Computed, TokenExport, token_records
+from torchtitan_rl.observability.token_export import TokenExport, token_columns, token_records
 
 LISTS = (
     *("ids", "positions", "rl", "echo", "advantages", "generator_logprobs", "trainer_logprobs"),
@@ -22,7 +26,7 @@ LISTS = (
 )
 
 
-def computed(cell, old=None):
+def columns(cell, old=None):
     """As if the logprob of a token were its id's, its entropy 0.5, and every third clipped."""
     trained = cell.streams["loss_mask"] | cell.echoes
     logprobs = -cell.streams["tokens"][trained].float()
@@ -30,13 +34,14 @@ def computed(cell, old=None):
         cell.streams["old_logprobs"] = -cell.streams["tokens"].float() + old
     third = torch.arange(int(cell.streams["loss_mask"].sum())) % 3
     entropies = torch.full_like(logprobs, 0.5)
-    return Computed(cell, logprobs, entropies, high=third == 1, low=third == 2)
+    output = LossOutput(logprobs.sum(), high=third == 1, low=third == 2)
+    return token_columns(cell, logprobs, entropies, output)
 
 
 def records_of(episodes, **options):
     grid = make_grid(episodes, **{"dp_degree": 1, "tokens_per_microbatch": 60, **options})
     cells = [cell for row in grid.cells for cell in row if cell.real]
-    return {r["name"]: r for cell in cells for r in token_records(computed(cell))}
+    return {r["name"]: r for cell in cells for r in token_records(cell, columns(cell))}
 
 
 samples = st.lists(
@@ -83,7 +88,7 @@ def test_every_sequence_is_there_once_and_whole(samples, share, ranks):
 def test_ratios_mismatches_and_masks_are_those_of_the_formulas():
     e = episode(name="sums/train/7/0/0", token_ids=[4, 5, 6], token_logprobs=[-4.0, -5.5, -6.0])
     ((cell,),) = make_grid([e], dp_degree=1, tokens_per_microbatch=60).cells
-    [record] = token_records(computed(cell, old=0.25))
+    [record] = token_records(cell, columns(cell, old=0.25))
     assert record["ratios"][3:] == pytest.approx([math.exp(-0.25)] * 3)
     assert record["mismatches"][3:] == pytest.approx([0.25, 0.75, 0.25])
     assert record["masked"] == [0, 0, 0, 0, 1, -1]
@@ -136,6 +141,39 @@ def test_what_failed_is_forgotten_and_an_error_is_told(tmp_path, monkeypatch):
     gate.set()
     with pytest.raises(OSError, match="disk full"):
         export.write(step=2)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads as Linux does")
+def test_nothing_is_computed_on_the_thread_that_writes(tmp_path):
+    """Its operations would have OpenMP threads of their own, and those of the trainer no core each:
+    see `TokenExport`."""
+    code = """
+import os, torch
+from pathlib import Path
+from tests.observability.test_token_export import export_one
+torch.set_num_threads(2)
+export = export_one(Path("."))
+before = len(os.listdir("/proc/self/task"))
+export.write(step=0)
+export.flush()
+print(len(os.listdir("/proc/self/task")) - before)
+"""
+    root = Path(__file__).parents[2]
+    env = {**os.environ, "PYTHONPATH": str(root)}
+    made = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=env, stdout=subprocess.PIPE, check=True
+    )
+    assert int(made.stdout) == 1  # that thread
+
+
+def export_one(folder):
+    """Tokens of a long microbatch, not yet written."""
+    export = TokenExport(folder, rank=0)
+    long = episode(token_ids=[4] * 50_000, token_logprobs=[-1.0] * 50_000)
+    ((cell,),) = make_grid([long], dp_degree=1, tokens_per_microbatch=60_000).cells
+    each = torch.full([50_000], -0.5)
+    export.add(cell, each, each, LossOutput(each.sum(), high=each > 0, low=each < 0))
+    return export
 
 
 def test_a_file_is_held_back_until_somebody_waits_for_it(tmp_path, monkeypatch):

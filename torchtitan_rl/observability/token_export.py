@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 from typing import Any
 
+import numpy as np
 import torch
 
 from torchtitan_rl.algorithms.policy_loss import LossOutput, ratio_of
@@ -22,20 +22,16 @@ HOLD_SECONDS = 0.2
 of a process's threads only one runs Python at a time: they go first."""
 
 
-@dataclass(frozen=True, slots=True)
-class Computed:
-    """A microbatch and what a forward pass gave for those of its tokens that train: [tokens]."""
-
-    cell: Microbatch
-    logprobs: torch.Tensor
-    entropies: torch.Tensor
-    high: torch.Tensor | None
-    """Of the tokens that train by RL, as in `LossOutput`."""
-    low: torch.Tensor | None
+Columns = dict[str, np.ndarray]
+"""Name to [tokens] of a row."""
 
 
 class TokenExport:
     """Collects a step's microbatches and writes them on a thread, while the trainer goes on.
+
+    The thread computes nothing with torch. An operation there may start OpenMP threads of its own;
+    and with more of them in a process than cores, none waits for the trainer's next operation
+    awake (`GOMP_SPINCOUNT`): every step would train slower, by several times what is written here.
 
     A file is there whole or not at all, and a step that is done again replaces it.
 
@@ -48,7 +44,7 @@ class TokenExport:
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder, self._rank = folder, rank
-        self._computed: list[Computed] = []
+        self._rows: list[tuple[Microbatch, Columns]] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="token-export")
         self._writing: Future | None = None
         self._hurry = Event()
@@ -56,7 +52,7 @@ class TokenExport:
 
     def clear(self) -> None:
         """Forget what was computed and is not written: a step that failed, or a trial."""
-        self._computed = []
+        self._rows = []
 
     def add(
         self,
@@ -65,23 +61,18 @@ class TokenExport:
         entropies: torch.Tensor,
         output: LossOutput,
     ) -> None:
-        """Keep what was computed of a microbatch; padding is left out."""
+        """Keep what was computed of a microbatch; padding is left out. Call it on the thread that
+        trains."""
         if cell.real:
-            kept = [
-                None if tensor is None else tensor.detach().cpu()
-                for tensor in (output.high, output.low)
-            ]
-            self._computed.append(
-                Computed(cell, logprobs.detach().cpu(), entropies.detach().cpu(), *kept)
-            )
+            self._rows.append((cell, token_columns(cell, logprobs, entropies, output)))
 
     def write(self, step: int) -> None:
         """Write what was added since the last step; an error of the file before is raised here."""
         self.flush()
         path = self._folder / f"step-{step:06d}-rank-{self._rank}.jsonl"
-        computed, self._computed = self._computed, []
+        rows, self._rows = self._rows, []
         self._hurry.clear()
-        self._writing = self._thread.submit(self._write, path, computed, step)
+        self._writing = self._thread.submit(self._write, path, rows, step)
 
     def flush(self) -> None:
         """Wait until everything is on disk."""
@@ -90,24 +81,22 @@ class TokenExport:
             self._hurry.set()
             writing.result()
 
-    def _write(self, path: Path, computed: Sequence[Computed], step: int) -> None:
+    def _write(self, path: Path, rows: Sequence[tuple[Microbatch, Columns]], step: int) -> None:
         self._hurry.wait(HOLD_SECONDS)
         own = {"schema": SCHEMA, "step": step, "rank": self._rank}
-        write_lines(path, ({**own, **record} for c in computed for record in token_records(c)))
+        write_lines(path, ({**own, **record} for row in rows for record in token_records(*row)))
 
 
-def token_records(computed: Computed) -> Iterator[dict[str, Any]]:
-    """A record for each sequence of a microbatch: lists with a value for every token of its prompt
-    and its completion, null where a token has none.
+def token_records(cell: Microbatch, known: Columns) -> Iterator[dict[str, Any]]:
+    """A record for each sequence of a microbatch, of its `token_columns`: lists with a value for
+    every token of its prompt and its completion, null where a token has none.
 
     A prompt that several sequences share is repeated in each.
 
     Example:
         {"name": "sums/train/7/3/0", "ids": [5, 9], "positions": [0, 1], "rl": [0, 1], ...}
     """
-    cell = computed.cell
     row = segments(cell.documents)
-    known = {**_columns(computed), "positions": positions(row)}
     columns = {column: values.tolist() for column, values in known.items()}
     shared = {segment.trunk.start for segment in row if segment.trunk}
     for segment, name in zip(row, cell.names, strict=True):
@@ -124,28 +113,34 @@ def token_records(computed: Computed) -> Iterator[dict[str, Any]]:
         yield record
 
 
-def _columns(computed: Computed) -> dict[str, torch.Tensor]:
-    """What is known of each token of the row; NaN where it is not."""
-    streams = computed.cell.streams
-    rl, echo = streams["loss_mask"], computed.cell.echoes
+def token_columns(
+    cell: Microbatch, logprobs: torch.Tensor, entropies: torch.Tensor, output: LossOutput
+) -> Columns:
+    """What is known of each token of the row, NaN where it is not. `logprobs` and `entropies` are
+    of those that train."""
+    streams = cell.streams
+    rl, echo = streams["loss_mask"], cell.echoes
+    trained = rl | echo
     nothing = torch.full(rl.shape, torch.nan)
-    trainer, entropies = nothing.clone(), nothing.clone()
-    trainer[rl | echo], entropies[rl | echo] = computed.logprobs, computed.entropies
+    trainer, entropy = nothing.clone(), nothing.clone()
+    trainer[trained], entropy[trained] = logprobs.detach().cpu(), entropies.detach().cpu()
     generator = streams.get("generator_logprobs", nothing)
     old = streams.get("old_logprobs", trainer)  # in the first update of a step, they are the same
     masked = torch.zeros(rl.shape, dtype=torch.int8)
-    for sign, held in ((-1, computed.low), (1, computed.high)):
+    for sign, held in ((-1, output.low), (1, output.high)):
         if held is not None:
-            masked[rl.nonzero().squeeze(-1)[held]] = sign
-    return {
+            masked[rl.nonzero().squeeze(-1)[held.cpu()]] = sign
+    columns = {
         "ids": streams["tokens"],
         "rl": rl.to(torch.int8),
         "echo": echo.to(torch.int8),
         "advantages": torch.where(rl, streams["advantages"], nothing),
         "generator_logprobs": generator,
         "trainer_logprobs": trainer,
-        "entropies": entropies,
+        "entropies": entropy,
         "ratios": torch.where(rl, ratio_of(trainer - old), nothing),
         "mismatches": torch.where(rl, (old - generator).abs(), nothing),
         "masked": masked,
+        "positions": positions(segments(cell.documents)),
     }
+    return {name: values.numpy() for name, values in columns.items()}
