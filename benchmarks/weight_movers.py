@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from monarch.actor import Actor, endpoint
 
-from torchtitan_rl.weight_sync.handle import WeightHandle, whole_tensors
+from torchtitan_rl.weight_sync.handle import Shard, WeightHandle, whole_tensors
 from torchtitan_rl.weight_sync.rdma import Inbox
 from torchtitan_rl.weight_sync.reading import open_snapshot
 from torchtitan_rl.weight_sync.snapshot import Publisher
 from torchtitan_rl.weight_sync.transport import make_publisher
 
-ROUNDS = 7
+ROUNDS = 15
 SIZES: dict[str, tuple[int, int, int, torch.dtype]] = {
     "0.6M parameters, fp32": (128, 384, 3, torch.float32),
     "135M parameters, fp32": (576, 1536, 30, torch.float32),
@@ -56,15 +56,30 @@ class Writer(Actor):
         self._weights = {
             name: torch.randn(shape).to(dtype) for name, shape in shapes(*sizes).items()
         }
+        nbytes = sum(t.numel() * t.itemsize for t in self._weights.values())
+        self._source, self._target = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)
         self._version = 0
         self._publisher: Publisher | None = None
 
     @endpoint
+    async def memcpy_in_a_loop(self) -> float:
+        """Seconds of one thread to copy as many bytes, again and again: if they fit, they never
+        leave the CPU's cache."""
+        return median_seconds(lambda: np.copyto(self._target, self._source))
+
+    @endpoint
     async def memcpy(self) -> float:
-        """Seconds of one thread to copy as many bytes."""
-        nbytes = sum(t.numel() * t.itemsize for t in self._weights.values())
-        source, target = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)
-        return median_seconds(lambda: np.copyto(target, source))
+        """The same once, with all that comes before it as in `publish`."""
+        self._step()
+        started = time.perf_counter()
+        np.copyto(self._target, self._source)
+        return time.perf_counter() - started
+
+    def _step(self) -> list[Shard]:
+        """Change every tensor, as an optimizer does."""
+        for tensor in self._weights.values():
+            tensor.view(-1)[:1] += 1
+        return whole_tensors(self._weights.items())
 
     @endpoint
     async def open(self, transport: str, checksums: bool) -> None:
@@ -77,9 +92,7 @@ class Writer(Actor):
     async def publish(self) -> tuple[WeightHandle, float, float]:
         """With the seconds until the weights were free again, and until it was done."""
         self._version += 1
-        for tensor in self._weights.values():
-            tensor.view(-1)[:1] += 1
-        shards = whole_tensors(self._weights.items())
+        shards = self._step()
         copied = []
         started = time.perf_counter()
         handle = self._publisher.publish(

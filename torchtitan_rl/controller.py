@@ -75,6 +75,7 @@ class Controller(Configurable):
         if not config.run_name:
             raise ValueError("run_name is empty: name the folder of the run under output_dir")
         check_gpus(sum(map(len, config.gpus)))
+        config.trainer.weight_sync.check_folder()
         hf_config = config.checked_model()
         self.needs = config.needs()
         self.vocab_size: int = hf_config["vocab_size"]

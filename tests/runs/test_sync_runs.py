@@ -9,6 +9,7 @@ import pytest
 from tests.runs.test_async_runs import config_for, steps
 from torchtitan_rl.controller import Controller
 from torchtitan_rl.weight_sync.handle import WrongWeightsError
+from torchtitan_rl.weight_sync.transport import WeightSyncConfig
 
 
 def simulated(folder, model, *, ahead, pull, publish=0.0, steps=4):
@@ -95,6 +96,15 @@ async def test_an_evaluation_waits_for_the_newest_weights(tmp_path, tiny_model):
     await steps(config, 3, watch)
     assert [trained for trained, _ in seen][-2:] == [1, 2]
     assert all(trained == served for trained, served in seen)
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_anything_starts(tmp_path, tiny_model):
+    config = simulated(tmp_path, tiny_model, ahead=1, pull=0.0)
+    config.trainer.weight_sync = WeightSyncConfig(
+        transport="file", folder=str(tiny_model / "config.json" / "weights")
+    )
+    with pytest.raises(ValueError, match=r"config\.json cannot be written to \(Not a directory\)"):
+        Controller(config)
 
 
 @pytest.mark.parametrize(("off", "dtype"), [(0.002, "float32"), (0.6, "bfloat16")])

@@ -147,6 +147,38 @@ def test_the_transport_is_chosen_and_said(asked, hosts, chosen, said):
     assert said in why
 
 
+@pytest.mark.parametrize("transport", ["auto", "shm", "rdma"])
+def test_a_folder_is_refused_where_no_files_are_written(transport):
+    with pytest.raises(ValueError, match=rf"folder is 'w', .*transport is {transport}.* to file"):
+        WeightSyncConfig(transport=transport, folder="w")
+
+
+@pytest.mark.parametrize(
+    ("folder", "culprit", "why"),
+    [
+        ("file", "file", "Not a directory"),
+        ("file/below", "file", "Not a directory"),
+        ("file/far/below", "file", "Not a directory"),
+        ("/proc/weights", "/proc", "No such file"),
+    ],
+)
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path, monkeypatch, folder, culprit, why):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"^trainer\.weight_sync\.folder is") as refused:
+        WeightSyncConfig(transport="file", folder=folder).check_folder()
+    assert f"{tmp_path / culprit} cannot be written to ({why}" in str(refused.value)
+    assert "leave it empty" in str(refused.value)
+
+
+@pytest.mark.parametrize("folder", ["", ".", "here", "not/there/yet"])
+def test_a_folder_that_can_be_made_is_not_made_yet(tmp_path, monkeypatch, folder):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    WeightSyncConfig(transport="file", folder=folder).check_folder()
+    assert [path.name for path in tmp_path.rglob("*")] == ["here"]
+
+
 def test_shared_memory_does_not_reach_another_host():
     with pytest.raises(ValueError, match="on 2 hosts: use rdma, file or auto"):
         choose_transport(WeightSyncConfig(transport="shm"), {"a", "b"})

@@ -41,13 +41,17 @@ def same(one: int, other: int, nbytes: int) -> bool:
 def copy(copies: Sequence[Copy], pool: ThreadPoolExecutor, threads: int) -> None:
     """Do all of them, here and on up to `threads` - 1 threads of the pool. Returns when no thread
     reads or writes any more, also if it fails."""
+    # To wake a thread takes as long as to copy some MB.
+    helpers = min(threads - 1, sum(nbytes for _, _, nbytes in copies) // _PIECE)
+    if not helpers:  # there is nobody to share pieces with
+        for target, source, nbytes in copies:
+            _memmove(target, source, nbytes)
+        return
     pieces = [
         (target + first, source + first, min(_PIECE, nbytes - first))
         for target, source, nbytes in copies
         for first in range(0, nbytes, _PIECE)
     ]
-    # To wake a thread takes as long as to copy some MB.
-    helpers = min(threads - 1, sum(nbytes for _, _, nbytes in copies) // _PIECE)
     others = [pool.submit(_work, pieces) for _ in range(helpers)]
     try:
         _work(pieces)

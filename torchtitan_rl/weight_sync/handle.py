@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -51,9 +51,9 @@ def whole_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> list[Shard]:
     return [Shard(name, tuple(t.shape), (0,) * t.ndim, (t.detach(),)) for name, t in named]
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """A box of a tensor in a snapshot."""
+class Slot(NamedTuple):
+    """A box of a tensor in a snapshot. A tuple, which is made three times as fast as a frozen
+    dataclass: there is one for every tensor of every step."""
 
     name: str
     whole: Shape
@@ -72,8 +72,8 @@ class Slot:
         return self.shape == self.whole
 
     def changed_with(self, number: int) -> "Slot":
-        """The same place, whose bytes are new with publication `number`. Not `replace`, which takes
-        three times as long: there is one for every tensor of every step."""
+        """The same place, whose bytes are new with publication `number`. Not `_replace`, which
+        takes twice as long."""
         place = (self.name, self.whole, self.start, self.shape, self.dtype, self.offset)
         return Slot(*place, self.nbytes, number)
 

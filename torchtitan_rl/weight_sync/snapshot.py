@@ -9,7 +9,7 @@ import math
 import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -113,9 +113,13 @@ class Publisher:
             self._layout = layout = _layout(shards, dtype, self._layout)
             target = self._turn(layout)
             self._number += 1
-            written = self._copy(shards, target)
+            unchanged = self._copy(shards, target)
         finally:
             copied()
+        written = [
+            place.changed_with(self._number) if slot is None else slot
+            for place, slot in zip(layout.slots, unchanged, strict=True)
+        ]
         if self._checksums:
             written = self._with_checksums(written, target.buffer.data)
         location = target.buffer.seal(self._number, version, written)
@@ -124,25 +128,24 @@ class Publisher:
         part = Part(self._id, self._number, location, tuple(written))
         return WeightHandle(version, self.transport, (part,))
 
-    def _copy(self, shards: Sequence[Shard], target: Snapshot) -> list[Slot]:
-        """Bring a snapshot up to date. The slots say when their bytes last changed."""
+    def _copy(self, shards: Sequence[Shard], target: Snapshot) -> list[Slot | None]:
+        """Bring a snapshot up to date. Returns the slots whose bytes are as last published, and
+        None where they are not."""
         before = self._newer if self._newer and self._newer.layout is target.layout else None
         held, target.slots = target.slots, None
-        slots: list[Slot] = []
+        unchanged: list[Slot | None] = []
         copies: list[Copy] = []
         # What is to be converted, or is not in CPU memory.
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
         for number, (shard, slot) in enumerate(zip(shards, target.layout.slots, strict=True)):
             live = [(row, address(row, slot.dtype)) for row in shard.rows]
+            last = None
             if before and before.slots and _same(before.places[number], live):
-                slot = before.slots[number]
-                if held and held[number] == slot:
-                    slots.append(slot)
-                    continue  # this buffer has it as well
-            else:
-                slot = slot.changed_with(self._number)
-            slots.append(slot)
+                last = before.slots[number]
+            unchanged.append(last)
+            if last and held and held[number] == last:
+                continue  # this buffer has it as well
             for place, (row, source) in zip(target.places[number], live, strict=True):
                 if place.address and source:
                     copies.append((place.address, source, place.nbytes))
@@ -152,12 +155,12 @@ class Publisher:
         copy(copies, self._pool, self._threads)
         if targets:
             torch._foreach_copy_(targets, sources)
-        return slots
+        return unchanged
 
     def _with_checksums(self, slots: list[Slot], data: torch.Tensor) -> list[Slot]:
         def complete(slot: Slot) -> Slot:
             known = slot.checksum is not None
-            return slot if known else replace(slot, checksum=checksum(_bytes(data, slot)))
+            return slot if known else slot._replace(checksum=checksum(_bytes(data, slot)))
 
         return list(self._pool.map(complete, slots))
 
@@ -223,12 +226,13 @@ def _places(data: torch.Tensor, layout: Layout) -> list[list[Place]]:
 
 def _same(held: Sequence[Place], live: Sequence[tuple[torch.Tensor, int]]) -> bool:
     """Whether a snapshot has the bytes of the live weights. Where they differ it is soon known."""
-    return all(
-        same(place.address, source, place.nbytes)
-        if place.address and source
-        else _same_values(place.view, row)
-        for place, (row, source) in zip(held, live, strict=True)
-    )
+    for place, (row, source) in zip(held, live, strict=True):
+        if place.address and source:
+            if not same(place.address, source, place.nbytes):
+                return False
+        elif not _same_values(place.view, row):
+            return False
+    return True
 
 
 def _same_values(held: torch.Tensor, live: torch.Tensor) -> bool:
