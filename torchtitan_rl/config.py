@@ -5,14 +5,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
-from torchtitan.config import Configurable
-
 from torchtitan_rl.actors.environment import Environment
 from torchtitan_rl.actors.generator import VLLMGenerator
 from torchtitan_rl.actors.grader import Grader
 from torchtitan_rl.actors.reference import Reference
 from torchtitan_rl.actors.trainer import Trainer
 from torchtitan_rl.algorithms.advantage import BASELINES, AdvantageConfig
+from torchtitan_rl.configurable import Configurable
 from torchtitan_rl.episodes import BatchFilter
 from torchtitan_rl.models.hf import check_experts, check_parallelism, read_hf_config
 from torchtitan_rl.rollout import RolloutConfig

@@ -1,60 +1,59 @@
-"""torchtitan's `Configurable`, without torch: a grader needs none, and importing it takes longer
-than everything else that a grader does before it grades.
+"""Classes that are built from a `Config` nested in them, as torchtitan's are.
 
-`torchtitan.config` imports torch for what else is in it, and `Configurable` itself only to trace
-how long `build` takes. So the one file is loaded, under its own name: who imports
-`torchtitan.config` later finds the same class.
+Not torchtitan's own `Configurable`, because that imports torch: a grader and an environment need
+none, and importing it takes longer than everything else they do before they are ready.
 """
 
-import contextlib
-import importlib.util
-import sys
-from importlib.machinery import PathFinder
-from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
-
-_NAME = "torchtitan.config.configurable"
-_TRACING = "torchtitan.observability"
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from typing import Any, ClassVar
 
 
-class _Tracing(ModuleType):
-    """Stands for the module that traces, as long as there is no torch."""
+class Configurable:
+    """A class whose objects are made by `Config.build`, with the config as their first argument.
 
-    structured_logger: Any
+    Example:
+        class Coins(Configurable):
+            @dataclass(kw_only=True, slots=True)
+            class Config(Configurable.Config):
+                sides: int = 2
 
-    @staticmethod
-    def log_trace_span(name: str) -> Any:
-        if "torch" not in sys.modules:
-            return contextlib.nullcontext()
-        from torchtitan.observability import structured_logger
+            def __init__(self, config: Config, *, seed: int) -> None: ...
 
-        return structured_logger.log_trace_span(name)
+        Coins.Config(sides=6).build(seed=0)
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        _owner: ClassVar[type | None] = None
+
+        def build(self, **runtime: Any) -> Any:
+            """An object of the class this config is nested in. It gets a copy, and besides what is
+            known only when the run is."""
+            if self._owner is None:
+                raise TypeError(f"{type(self).__qualname__} is not nested in a Configurable class")
+            return self._owner(config=replace(self), **runtime)
+
+        def to_dict(self) -> dict[str, Any]:
+            """All settings, as JSON can have them."""
+            return {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        config = cls.__dict__.get("Config")
+        if config is None:
+            return
+        if "__slots__" not in vars(config) or not all(f.kw_only for f in fields(config) if f.init):
+            raise TypeError(f"{cls.__name__}.Config must be a @dataclass(kw_only=True, slots=True)")
+        config._owner = cls
 
 
-def _load() -> ModuleType:
-    found = PathFinder.find_spec("torchtitan")  # which imports nothing
-    assert found is not None
-    assert found.submodule_search_locations is not None
-    folder = Path(found.submodule_search_locations[0])
-    spec = importlib.util.spec_from_file_location(_NAME, folder / "config" / "configurable.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    tracing = _Tracing(_TRACING)
-    tracing.structured_logger = tracing
-    sys.modules[_TRACING] = tracing
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        del sys.modules[_TRACING]
-    sys.modules[_NAME] = module
-    return module
-
-
-if TYPE_CHECKING or "torch" in sys.modules:
-    from torchtitan.config import Configurable
-else:
-    Configurable = (sys.modules.get(_NAME) or _load()).Configurable
-
-__all__ = ["Configurable"]
+def _plain(value: Any) -> Any:
+    if hasattr(value, "to_dict"):  # also torchtitan's
+        return value.to_dict()
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return value if isinstance(value, str | int | float | bool | None) else repr(value)

@@ -13,8 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from torchtitan.config import Configurable
-
 from torchtitan_rl.actors.environment import Request, Response
 from torchtitan_rl.actors.spawn import per_rank, start_monarch
 from torchtitan_rl.algorithms.advantage import group_advantages
@@ -23,6 +21,7 @@ from torchtitan_rl.batching.overlong import limit_length
 from torchtitan_rl.batching.reduction import weigh
 from torchtitan_rl.batching.validation import require, validate
 from torchtitan_rl.config import RunConfig
+from torchtitan_rl.configurable import Configurable
 from torchtitan_rl.crew import Crew
 from torchtitan_rl.dump import open_dump
 from torchtitan_rl.episodes import make_batch

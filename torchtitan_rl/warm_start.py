@@ -87,7 +87,7 @@ class WarmStartConfig:
         """Where the model of these settings lives: other settings, or a task whose code has
         changed, another folder. `stand_ins` are actors in the places of the real ones: what these
         make must not be taken for what a real trainer has learned."""
-        settings = {
+        settings: dict[str, Any] = {
             "warm_start": asdict(self),
             "tasks": [_imitated(part) for part in task.parts()],
             "weights": task.to_dict().get("weights"),

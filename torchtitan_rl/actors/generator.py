@@ -5,9 +5,9 @@ import itertools
 from dataclasses import dataclass, field
 
 from monarch.actor import Actor, concurrent_endpoint
-from torchtitan.config import Configurable
 
 from torchtitan_rl.actors.engine import Engine, EngineConfig, Prompt, SamplingConfig
+from torchtitan_rl.configurable import Configurable
 from torchtitan_rl.types import Completion
 from torchtitan_rl.weight_sync.handle import WeightHandle
 

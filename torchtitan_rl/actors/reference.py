@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 
 import torch
 from monarch.actor import Actor, endpoint
-from torchtitan.config import Configurable
 
 from torchtitan_rl.batching.grid import Grid
+from torchtitan_rl.configurable import Configurable
 from torchtitan_rl.models.mesh import Parallelism
 from torchtitan_rl.platform import Dtype
 

@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from monarch.actor import Actor, concurrent_endpoint
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
-from torchtitan.config import Configurable
 
 from torchtitan_rl.algorithms.echo_loss import echo_loss
 from torchtitan_rl.algorithms.objective import LossConfig, mismatch, objective
@@ -29,6 +28,7 @@ from torchtitan_rl.algorithms.policy_loss import LossInputs, LossOutput
 from torchtitan_rl.batching.grid import Grid
 from torchtitan_rl.batching.microbatch import Microbatch
 from torchtitan_rl.batching.overlong import Overlong
+from torchtitan_rl.configurable import Configurable
 from torchtitan_rl.models.mesh import Parallelism
 from torchtitan_rl.observability.metrics import Mean, Metrics, Same, by_task, merge_metrics
 from torchtitan_rl.observability.token_export import TokenExport
