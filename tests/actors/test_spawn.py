@@ -9,6 +9,7 @@ import psutil
 
 from torchtitan_rl.actors import spawn
 from torchtitan_rl.actors.grader import Grader
+from torchtitan_rl.platform.worker_main import PARENT_VARIABLE
 from torchtitan_rl.tasks.sum_digits import SumDigits
 
 SPAWN_A_GRADER = """
@@ -61,3 +62,15 @@ async def test_a_second_attempt_may_succeed(monkeypatch, capsys):
     assert attempts == ["grader", "grader"]
     assert "Timeout(60s); trying once more" in capsys.readouterr().out
     await grader.stop()
+
+
+def test_a_worker_whose_parent_died_while_it_started_ends():
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    worker = subprocess.run(
+        [sys.executable, "-m", "torchtitan_rl.platform.worker_main"],
+        env={**os.environ, PARENT_VARIABLE: str(gone.pid)},
+        capture_output=True,
+        timeout=60,
+    )
+    assert (worker.returncode, worker.stderr) == (1, b"")

@@ -29,7 +29,7 @@ from torchtitan_rl.actors.reference import Reference
 from torchtitan_rl.actors.trainer import Trainer
 from torchtitan_rl.observability.console import console
 from torchtitan_rl.platform import worker_env
-from torchtitan_rl.platform.worker_main import LOG_VARIABLE
+from torchtitan_rl.platform.worker_main import LOG_VARIABLE, PARENT_VARIABLE
 from torchtitan_rl.tasks.task import Task
 from torchtitan_rl.weight_sync.file import JANITOR
 
@@ -193,6 +193,7 @@ async def spawn(
     outlive_workers()
     name = actor_class.__name__.lower()
     env = {**env, "PYTHONPATH": _python_path(), LOG_VARIABLE: log_file or ""}
+    env[PARENT_VARIABLE] = str(os.getpid())
     command = default_bootstrap_cmd().with_env(env)
     command.args = ["-m", "torchtitan_rl.platform.worker_main"]
     procs = await _start_processes(name, processes, command)

@@ -11,7 +11,6 @@ has got a dead one's process id.
 """
 
 import contextlib
-import ctypes
 import gc
 import os
 import pickle
@@ -25,19 +24,19 @@ import numpy as np
 import torch
 
 from torchtitan_rl.actors.tool_calls import LENGTH, Member, failed, make, packed
+from torchtitan_rl.platform.parent import die_with, set_death_signal
 from torchtitan_rl.tasks.task import Task
 
 READY = b"!"
 """The first a worker sends: from here on a call's clock may run."""
 REAP_SECONDS = 0.05
 """How often a killed process is looked for, until it is gone."""
-_LIBC = ctypes.CDLL(None)
 
 
 def main() -> None:
     """`python -m torchtitan_rl.actors.tool_nursery <control> <parent>`, with the task on stdin."""
     control, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
-    _die_with(parent)  # while it builds the task, it does not listen
+    die_with(parent)  # while it builds the task, it does not listen
     members: dict[str, Member] = {}
     try:
         config, seed = pickle.load(sys.stdin.buffer)
@@ -50,7 +49,7 @@ def main() -> None:
     _read_nothing()
     _reseed()  # imports something when it is first called, which every worker would have to do
     control.send(pickle.dumps(hello))
-    _set_death_signal(0)  # the end of `control` tells it as well, and leaves it time to clean up
+    set_death_signal(0)  # the end of `control` tells it as well, and leaves it time to clean up
     gc.freeze()  # or collecting garbage would write to, and so copy, all memory that is shared
     Nursery(control, members).run()
 
@@ -107,7 +106,7 @@ class Nursery:
 def _work(connection: socket.socket, members: dict[str, Member], nursery: int) -> None:
     """A worker's whole life; does not return."""
     try:
-        _die_with(nursery)
+        die_with(nursery)
         _own_group(0)
         _reseed()
         connection.sendall(READY)
@@ -138,18 +137,6 @@ def _own_group(pid: int) -> None:
     """Parent and child both do this, so that it is done whoever goes on first."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.setpgid(pid, pid)
-
-
-def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies; a hang in C does not prevent it."""
-    _set_death_signal(signal.SIGKILL)
-    if os.getppid() != parent:  # it died before
-        os._exit(1)
-
-
-def _set_death_signal(number: int) -> None:
-    set_parent_death_signal = 1  # linux/prctl.h
-    _LIBC.prctl(set_parent_death_signal, number, 0, 0, 0)
 
 
 def _reseed() -> None:

@@ -8,10 +8,15 @@ import multiprocessing
 import os
 import signal
 
+from torchtitan_rl.platform.parent import die_with
+
 LOG_VARIABLE = "TORCHTITAN_RL_LOG_FILE"
+PARENT_VARIABLE = "TORCHTITAN_RL_PARENT"
 
 
 def main() -> None:
+    # Monarch sees to it too, but later, and does not notice if the parent is gone by then.
+    die_with(int(os.environ[PARENT_VARIABLE]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if log_file := os.environ.get(LOG_VARIABLE):
         # Descriptors, not sys.stdout: native libraries write too, not least when they crash.

@@ -1,0 +1,20 @@
+"""No process outlives the one that has started it, however that one ends."""
+
+import ctypes
+import os
+import signal
+
+_LIBC = ctypes.CDLL(None)
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent dies; a hang in C does not prevent it."""
+    set_death_signal(signal.SIGKILL)
+    if os.getppid() != parent:  # it died before
+        os._exit(1)
+
+
+def set_death_signal(number: int) -> None:
+    """Sent when the parent dies; 0 is none."""
+    set_parent_death_signal = 1  # linux/prctl.h
+    _LIBC.prctl(set_parent_death_signal, number, 0, 0, 0)
