@@ -1,7 +1,9 @@
-"""What logging costs: a step with everything on against one with everything off, in one run.
+"""What logging costs: a step with everything on against one with everything off.
 
-Both runs are alive at once and take their steps in turn, so that a machine that gets slower or
-faster does so for both. The model is tiny and quick: with a real one, the share is smaller.
+Both runs are alive at once and take the same steps in turn, so that a machine that gets slower or
+faster does so for both. But even two runs that both log nothing differ, by as much as is to be
+measured: so there are two pairs, one after the other, and each kind starts first in one of them.
+The model is tiny and quick: with a real one, the share is smaller.
 """
 
 import asyncio
@@ -9,6 +11,7 @@ import random
 import statistics
 import tempfile
 import time
+from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from itertools import chain
@@ -23,10 +26,11 @@ from torchtitan_rl.controller import Controller
 from torchtitan_rl.models.tiny import write_tiny_model
 from torchtitan_rl.observability.sinks import open_metrics_log
 
-BLOCKS, STEPS = 17, 3
-"""Short blocks: a machine drifts within seconds, by more than is to be measured. Not counted: the
-first two, and in each the first step of a kind, where threads of the other may still be writing."""
-WARM_UP = 2
+BLOCKS, STEPS = 11, 3
+"""Of a pair. Short blocks: a machine drifts within seconds, by more than is to be measured. Not
+counted: the first one, and in each the first step of a kind, where threads of the other may still
+be writing."""
+WARM_UP = 1
 RESAMPLED = 2000
 
 
@@ -49,13 +53,22 @@ def config_for(folder: Path, *, logs: bool) -> Controller.Config:
 
 
 async def main() -> None:
+    pairs = [await measure(first) for first in (True, False)]
+    off = statistics.median(chain.from_iterable(pair[False] for pair in pairs))
+    more = [[on - off for on, off in zip(pair[True], pair[False], strict=True)] for pair in pairs]
+    tell_noise(more, off)
+    report("logging_cost", "logging_cost_share", "tiny model", cost(more) / off)
+
+
+async def measure(first: bool) -> dict[bool, list[float]]:
+    """Seconds of the steps that count of two runs, with logs and without; `first` starts first."""
     seconds: dict[bool, list[float]] = {True: [], False: []}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         write_tiny_model(folder / "model", seed=0)
         async with AsyncExitStack() as stack:
             runs = {}
-            for logs in (True, False):
+            for logs in (first, not first):
                 config = config_for(folder, logs=logs)
                 runs[logs] = await stack.enter_async_context(Controller(config))
             log = open_metrics_log(runs[True].folder, runs[True].config, first_step=0)
@@ -75,30 +88,32 @@ async def main() -> None:
             log.close()
             for controller in runs.values():
                 controller.rollout_log.close()
-    with_logs, without = counted(seconds[True]), counted(seconds[False])
-    more = [on - off for on, off in zip(with_logs, without, strict=True)]
-    off = statistics.median(without)
-    tell_noise(more, off)
-    report("logging_cost", "logging_cost_share", "tiny model", statistics.median(more) / off)
+    return {logs: counted(each) for logs, each in seconds.items()}
 
 
 def counted(seconds: list[float]) -> list[float]:
     return [s for step, s in enumerate(seconds) if step >= WARM_UP * STEPS and step % STEPS]
 
 
-def tell_noise(more: list[float], off: float) -> None:
-    """How much the differences of `more` seconds spread, and so their median."""
-    low, middle, high = (1000 * value for value in statistics.quantiles(more, n=4))
-    note(f"a step takes {off:.3f} s, and {middle:+.0f} ms with everything logged")
-    note(f"half of the {len(more)} pairs differ by {low:+.0f} to {high:+.0f} ms")
-    # Whole blocks: the pairs of one were measured in the same seconds, and err together.
+def cost(more: Sequence[Iterable[float]]) -> float:
+    """Seconds that logging adds to a step. What it does to a run to start first is added in one
+    pair, and taken off in the other."""
+    return statistics.mean(statistics.median(pair) for pair in more)
+
+
+def tell_noise(more: Sequence[Sequence[float]], off: float) -> None:
+    """How much the differences of `more` seconds spread, and so their medians."""
+    note(f"a step takes {off:.3f} s, and {1000 * cost(more):+.0f} ms with everything logged")
+    begun = (statistics.median(pair) for pair in more)
+    note("with logs started first {:+.0f} ms, second {:+.0f} ms".format(*(1000 * m for m in begun)))
+    # Whole blocks: the steps of one were measured in the same seconds, and err together.
     size, chance = STEPS - 1, random.Random(0)
-    blocks = [more[start : start + size] for start in range(0, len(more), size)]
-    medians = [
-        statistics.median(chain.from_iterable(chance.choices(blocks, k=len(blocks))))
+    blocks = [[pair[i : i + size] for i in range(0, len(pair), size)] for pair in more]
+    costs = [
+        cost([list(chain.from_iterable(chance.choices(pair, k=len(pair)))) for pair in blocks])
         for _ in range(RESAMPLED)
     ]
-    least, *_, most = statistics.quantiles(medians, n=20)
+    least, *_, most = statistics.quantiles(costs, n=20)
     note(f"other blocks like these would say {least / off:+.3f} to {most / off:+.3f} (90 %)")
 
 

@@ -30,8 +30,8 @@ class TokenExport:
     """Collects a step's microbatches and writes them on a thread, while the trainer goes on.
 
     The thread computes nothing with torch. An operation there may start OpenMP threads of its own;
-    and with more of them in a process than cores, none waits for the trainer's next operation
-    awake (`GOMP_SPINCOUNT`): every step would train slower, by several times what is written here.
+    and with more of them in a process than cores, none waits awake (`GOMP_SPINCOUNT`) for the
+    trainer's next operation: a short one on two threads takes 0.1 ms instead of 0.014.
 
     A file is there whole or not at all, and a step that is done again replaces it.
 
