@@ -115,7 +115,8 @@ def run(command: list[str], what: str) -> None:
 
 
 class PeakMemory:
-    """The most memory of a process and all it has started, looked at every second."""
+    """The most memory of a process and all it has started, looked at every few seconds: the kernel
+    walks all pages for it, while the process waits for any new one."""
 
     def __init__(self, pid: int) -> None:
         self.bytes = 0
@@ -132,7 +133,7 @@ class PeakMemory:
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._end.wait(1.0):
+        while not self._end.wait(5.0):
             self.bytes = max(self.bytes, self._now())
 
     def _now(self) -> int:
