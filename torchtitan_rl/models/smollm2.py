@@ -51,7 +51,9 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     folder = Path(arguments.folder)
     try:
-        ensure(folder, wheels=arguments.wheels)
+        if why := why_to_make(folder):
+            console.print(why, markup=False)
+            make(folder, wheels=arguments.wheels)
     except MakingError as error:
         error_console.print(f"[bold red]error[/]: {escape(str(error))}")
         return 1
@@ -61,17 +63,15 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def ensure(folder: Path, *, wheels: str | None = None) -> None:
-    """Make the folder unless it is there and whole; says why."""
-    why = f"{folder} is not there yet: making it, once"
-    if folder.exists():
-        try:
-            check_files(folder, parameters=PARAMETERS)
-            return
-        except MakingError as error:
-            why = f"{error}; making it anew"
-    console.print(why, markup=False)
-    make(folder, wheels=wheels)
+def why_to_make(folder: Path) -> str:
+    """Why the model has to be made; empty if it is there and whole."""
+    if not folder.exists():
+        return f"{folder} is not there yet: making it, once"
+    try:
+        check_files(folder, parameters=PARAMETERS)
+    except MakingError as error:
+        return f"{error}; making it anew"
+    return ""
 
 
 def make(folder: Path, *, wheels: str | None = None) -> None:
