@@ -40,7 +40,7 @@ async def through(writer: Any, reader: Any, transport: str, *, checksums: bool) 
 
 
 async def one_size(case: str) -> None:
-    env = worker_env(os.cpu_count() or 1, role="grader")
+    env = worker_env(os.cpu_count() or 1, role="trainer")
     gloo = {**env, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29473"}
     writer = await spawn(Writer, case, env=gloo)
     reader = await spawn(Reader, case, env=gloo)
