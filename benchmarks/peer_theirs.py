@@ -6,7 +6,7 @@ Prints one JSON object. A second argument overrides settings, to try others:
 Tried on two cores with prompts of 40 (tiny) and 22 tokens (135M), seconds a step (runs at different
 times, of 8 counted steps for the tiny model and of 1 to 3 for SmolLM2-135M; the machine varies by a
 tenth or two between runs), all but the second with peer_trl.KEEP_MEMORY. The prompts for 135M have
-43 tokens by now, so its seconds are not those of peer_trl.py; what is best should be the same.
+43 tokens by now: its seconds are not those of peer_trl.py, and what is best was not tried again.
                                                                 tiny        135M
     these settings                                              0.32        27 to 33
     the same as TRL is installed                                0.41        38 to 41

@@ -143,7 +143,6 @@ def test_what_failed_is_forgotten_and_an_error_is_told(tmp_path, monkeypatch):
         export.write(step=2)
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads as Linux does")
 def test_nothing_is_computed_on_the_thread_that_writes(tmp_path):
     """Its operations would have OpenMP threads of their own, and those of the trainer no core each:
     see `TokenExport`."""
