@@ -29,47 +29,78 @@ MANY = 16
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Segments of like length that attend to themselves in one call, padded on the right: behind
-    the last key that a causal query sees."""
+    """Segments of like length for one call of the kernel, padded on the right: in a causal call
+    behind the last key that a query sees."""
 
-    index: torch.Tensor | tuple[None, slice]
-    """[segments, longest] where their tokens are in the row, anywhere for padding; of one segment
-    alone a slice, which copies nothing."""
+    index: torch.Tensor
+    """[segments, longest] where their tokens are in the row; padding is the segment's last token,
+    so that nothing of another document comes near it."""
     real: torch.Tensor | None
     """[segments, longest] False at padding; None when there is none."""
+    alone: slice | None
+    """Of one segment where it is in the row: a view copies nothing."""
 
     @classmethod
     def of(cls, members: Sequence[Segment]) -> "Bucket":
-        if len(members) == 1:
-            return cls((None, slice(members[0].start, members[0].stop)), None)
         offsets = torch.arange(max(s.length for s in members))
-        real = offsets < torch.tensor([[s.length] for s in members])
-        index = (offsets + torch.tensor([[s.start] for s in members])) * real
-        return cls(index, None if real.all() else real)
+        lengths = torch.tensor([[s.length] for s in members])
+        real = offsets < lengths
+        index = torch.tensor([[s.start] for s in members]) + offsets.minimum(lengths - 1)
+        alone = slice(members[0].start, members[0].stop) if len(members) == 1 else None
+        return cls(index, None if real.all() else real, alone)
 
     def take(self, values: torch.Tensor) -> torch.Tensor:
         """[tokens, heads, ...] to [segments, heads, longest, ...]."""
-        taken = values[self.index]
-        if self.real is not None:
-            taken[~self.real] = 0
-        return taken.transpose(1, 2)
+        if self.alone:
+            return values[self.alone].unsqueeze(0).transpose(1, 2)
+        taken = values.index_select(0, self.index.view(-1))  # several times as fast as values[...]
+        return taken.view(*self.index.shape, *values.shape[1:]).transpose(1, 2)
 
-    def put(self, values: torch.Tensor, taken: torch.Tensor) -> None:
-        """The way back, into `values`."""
-        taken = taken.transpose(1, 2)
-        if self.real is None:
-            values[self.index] = taken
-        else:
-            assert isinstance(self.index, torch.Tensor)
-            values[self.index[self.real]] = taken[self.real]
+    def take_lse(self, lse: torch.Tensor) -> torch.Tensor:
+        """The same of log-sum-exps: infinite ones keep what pads out of every gradient."""
+        taken = self.take(lse)
+        if self.real is not None:
+            taken = taken.masked_fill(~self.real.unsqueeze(1), torch.inf)
+        return taken
+
+
+class Row:
+    """Where the tokens of a row are in what calls on some buckets return."""
+
+    def __init__(self, buckets: Sequence[Bucket], tokens: int) -> None:
+        total = sum(bucket.index.numel() for bucket in buckets)
+        places, first = torch.full((tokens,), total), 0
+        for bucket in buckets:
+            here = torch.arange(first, first + bucket.index.numel()).view_as(bucket.index)
+            real = slice(None) if bucket.real is None else bucket.real
+            places[bucket.index[real]] = here[real]
+            first += bucket.index.numel()
+        self._lacks_some = bool((places == total).any())
+        """Tokens that are in no bucket: theirs is the place behind the last."""
+        in_order = tokens == total and torch.equal(places, torch.arange(total))
+        self._places = None if in_order else places
+
+    def of(self, parts: Sequence[torch.Tensor], *, lacking: float = 0.0) -> torch.Tensor:
+        """[tokens, heads, ...] from [segments, heads, longest, ...] of each call; `lacking` is what
+        tokens get that no call had."""
+        pieces = [part.transpose(1, 2).flatten(0, 1) for part in parts]
+        if self._lacks_some:
+            pieces.append(pieces[0].new_full((1, *pieces[0].shape[1:]), lacking))
+        joined = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+        return joined if self._places is None else joined.index_select(0, self._places)
 
 
 class AttentionPlan:
     """The kernel calls for a row; made once, used by every layer."""
 
     def __init__(self, row: Sequence[Segment]) -> None:
+        tokens = max((segment.stop for segment in row), default=0)
         self.buckets = [Bucket.of(members) for members in _of_like_length(row)]
-        self.to_trunks = list(_branches_and_trunk(row))
+        self.row = Row(self.buckets, tokens)
+        self.to_trunks = list(_branches_and_trunks(row))
+        self.branches, self.trunks = (
+            Row([pair[side] for pair in self.to_trunks], tokens) for side in (0, 1)
+        )
 
 
 class PackedAttention(Module):
@@ -118,17 +149,18 @@ def packed_attention(
 class _Packed(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, plan: AttentionPlan, scale: float | None):
-        out = torch.empty_like(q)
-        lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
-        for bucket in plan.buckets:
-            parts = _forward(*map(bucket.take, (q, k, v)), 0.0, True, scale=scale)
-            for values, part in zip((out, lse), parts, strict=True):
-                bucket.put(values, part)
-        for branches, trunk in plan.to_trunks:
-            seen, seen_lse = _forward(
-                *map(_as_batch, (q[branches], k[trunk], v[trunk])), 0.0, False, scale=scale
-            )
-            _merge(out[branches], lse[branches], _from_batch(seen), _from_batch(seen_lse))
+        calls = [
+            _forward(*map(bucket.take, (q, k, v)), 0.0, True, scale=scale)
+            for bucket in plan.buckets
+        ]
+        out, lse = (plan.row.of(parts) for parts in zip(*calls, strict=True))
+        calls = [
+            _forward(branches.take(q), trunks.take(k), trunks.take(v), 0.0, False, scale=scale)
+            for branches, trunks in plan.to_trunks
+        ]
+        if calls:
+            seen, seen_lse = zip(*calls, strict=True)
+            _merge(out, lse, plan.branches.of(seen), plan.branches.of(seen_lse, lacking=-torch.inf))
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.plan, ctx.scale = plan, scale
         return out
@@ -136,22 +168,23 @@ class _Packed(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_out):
         q, k, v, out, lse = ctx.saved_tensors
-        grads = [torch.empty_like(t) for t in (q, k, v)]
-        for bucket in ctx.plan.buckets:
-            taken = map(bucket.take, (grad_out, q, k, v, out, lse))
-            for grad, part in zip(
-                grads, _backward(*taken, 0.0, True, scale=ctx.scale), strict=True
-            ):
-                bucket.put(grad, part)
-        for branches, trunk in ctx.plan.to_trunks:
-            taken = map(
-                _as_batch,
-                (grad_out[branches], q[branches], k[trunk], v[trunk], out[branches], lse[branches]),
-            )
-            parts = _backward(*taken, 0.0, False, scale=ctx.scale)
-            for grad, where, part in zip(grads, (branches, trunk, trunk), parts, strict=True):
-                grad[where] += _from_batch(part)
-        return *grads, None, None
+        plan: AttentionPlan = ctx.plan
+        calls = []
+        for bucket in plan.buckets:
+            taken = (*map(bucket.take, (grad_out, q, k, v, out)), bucket.take_lse(lse))
+            calls.append(_backward(*taken, 0.0, True, scale=ctx.scale))
+        grad_q, grad_k, grad_v = (plan.row.of(parts) for parts in zip(*calls, strict=True))
+        calls = []
+        for branches, trunks in plan.to_trunks:
+            grad, query, seen = map(branches.take, (grad_out, q, out))
+            taken = (grad, query, trunks.take(k), trunks.take(v), seen, branches.take_lse(lse))
+            calls.append(_backward(*taken, 0.0, False, scale=ctx.scale))
+        if calls:
+            of_q, of_k, of_v = zip(*calls, strict=True)
+            grad_q += plan.branches.of(of_q)
+            grad_k += plan.trunks.of(of_k)
+            grad_v += plan.trunks.of(of_v)
+        return grad_q, grad_k, grad_v, None, None
 
 
 def _merge(
@@ -159,31 +192,26 @@ def _merge(
 ) -> None:
     """Into `out` and `lse`, softmax over some keys, what was seen of others."""
     both = torch.logaddexp(lse, seen_lse)
-    out.mul_((lse - both).exp_().unsqueeze(-1)).add_(seen * (seen_lse - both).exp_().unsqueeze(-1))
+    out.mul_((lse - both).exp_().unsqueeze(-1))
+    out.addcmul_(seen, seen_lse.sub_(both).exp_().unsqueeze(-1))
     lse.copy_(both)
 
 
-def _as_batch(values: torch.Tensor) -> torch.Tensor:
-    return values.transpose(0, 1).unsqueeze(0)
-
-
-def _from_batch(values: torch.Tensor) -> torch.Tensor:
-    return values.squeeze(0).transpose(0, 1)
-
-
-def _of_like_length(row: Sequence[Segment]) -> Iterator[list[Segment]]:
+def _of_like_length(
+    row: Sequence[Segment], alone_from: int = ALONE_FROM
+) -> Iterator[list[Segment]]:
     """Buckets of segments of which the shortest is not much shorter than the longest."""
     bucket: list[Segment] = []
     by_length = sorted((s for s in row if s.length), key=lambda s: -s.length)
     for length, same in groupby(by_length, key=lambda s: s.length):
         members = list(same)
-        if len(members) >= MANY and length < ALONE_FROM:
+        if len(members) >= MANY and length < alone_from:
             yield members  # by themselves they need no padding
             continue
         for segment in members:
             # Padding costs by the square; a call of the kernel costs as much as a few tokens.
             longest = bucket[0].length if bucket else 0
-            if bucket and (longest >= ALONE_FROM or length < longest * 0.9 - 4):
+            if bucket and (longest >= alone_from or length < longest * 0.9 - 4):
                 yield bucket
                 bucket = []
             bucket.append(segment)
@@ -191,10 +219,19 @@ def _of_like_length(row: Sequence[Segment]) -> Iterator[list[Segment]]:
         yield bucket
 
 
-def _branches_and_trunk(row: Sequence[Segment]) -> Iterator[tuple[slice, slice]]:
-    """For each trunk with branches: where they are. All branches of one follow it."""
-    branches = [s for s in row if s.trunk and s.length]
-    for trunk, grown in groupby(branches, key=lambda s: s.trunk):
+def _branches_and_trunks(row: Sequence[Segment]) -> Iterator[tuple[Bucket, Bucket]]:
+    """All branches of each trunk, and the trunks: those of one length, which need no mask, in one
+    call."""
+    grown = []
+    for trunk, branches in groupby((s for s in row if s.trunk and s.length), lambda s: s.trunk):
         assert trunk is not None
-        *_, last = grown
-        yield slice(trunk.stop, last.stop), slice(trunk.start, trunk.stop)
+        *_, last = branches  # all branches of a trunk follow it
+        grown.append(Segment(trunk.stop, last.stop - trunk.stop, trunk))
+    for _, alike in groupby(sorted(grown, key=_trunk_length), _trunk_length):
+        for members in _of_like_length(list(alike), alone_from=8 * ALONE_FROM):
+            yield Bucket.of(members), Bucket.of([m.trunk for m in members if m.trunk])
+
+
+def _trunk_length(branches: Segment) -> int:
+    assert branches.trunk is not None
+    return branches.trunk.length
