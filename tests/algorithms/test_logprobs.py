@@ -88,7 +88,8 @@ def test_flat_and_peaked_distributions(scale):
         torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-4 * max(scale, 1))
 
 
-def test_the_gradients_agree_with_finite_differences():
+def test_the_gradients_agree_with_finite_differences(monkeypatch):
+    monkeypatch.setitem(KEPT_ELEMENTS, "cpu", 0)  # what is kept is good for one backward pass
     hidden, weight, targets, temperatures = sample(dtype=torch.float64)
 
     def logprobs(hidden, weight):
@@ -96,6 +97,22 @@ def test_the_gradients_agree_with_finite_differences():
 
     # Logits are fp32 inside, so that steps have to be large and tolerances loose.
     assert torch.autograd.gradcheck(logprobs, (hidden, weight), eps=1e-2, atol=2e-3, rtol=1e-2)
+
+
+@pytest.mark.parametrize("piece", [2 * VOCAB, 2**23], ids=["pieces", "at once"])
+def test_a_gradient_that_is_there_is_added_to_where_it_is(monkeypatch, piece):
+    monkeypatch.setitem(PIECE_ELEMENTS, "cpu", piece)
+    monkeypatch.setitem(KEPT_ELEMENTS, "cpu", 0 if piece < 2**23 else 2**25)
+    hidden, weight, *rest = sample()
+    for times in range(1, 4):
+        logprobs, _ = chosen_logprobs(hidden, weight, *rest, add_to_grad=True)
+        logprobs.sum().backward()
+        if times == 1:
+            once, place = weight.grad.clone(), weight.grad.data_ptr()
+        close(weight.grad, times * once)
+        assert weight.grad.data_ptr() == place
+    [expected] = torch.autograd.grad(plain(hidden, weight, *rest)[0].sum(), weight)
+    close(once, expected)
 
 
 def test_each_token_has_its_own_temperature():

@@ -16,7 +16,10 @@ PIECE_ELEMENTS = {"cpu": 2**23, "cuda": 2**27}
 
 KEPT_ELEMENTS = {"cpu": 2**25}
 """So few logits are one piece, and are not made again: a quarter of the head's products less. 128
-MB at most are kept, and as much again is needed for a moment. Other devices keep none."""
+MB at most are kept. Other devices keep none."""
+
+BLOCK_ELEMENTS = {"cpu": 2**19}
+"""Logits that are gone over together: on a CPU so few that they stay in its cache meanwhile."""
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
@@ -51,11 +54,13 @@ def chosen_logprobs(
     temperatures: torch.Tensor,  # [tokens]
     *,
     shard: VocabShard = WHOLE_VOCABULARY,
+    add_to_grad: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """log p(target) [tokens], with gradient, and entropy [tokens], without; both fp32.
 
     Of the distribution that was sampled from: logits are divided by the temperature of each token,
-    as the generator did.
+    as the generator did. With `add_to_grad`, the backward pass adds to the gradient that the weight
+    has, if it has one, and makes none for autograd to add: it may be larger than all other memory.
 
     Example:
         >>> hidden, weight = torch.zeros(1, 2), torch.zeros(4, 2)
@@ -64,7 +69,7 @@ def chosen_logprobs(
     """
     # Within the function it is always off.
     trains = torch.is_grad_enabled()
-    return _ChosenLogprobs.apply(hidden, weight, targets, temperatures, shard, trains)
+    return _ChosenLogprobs.apply(hidden, weight, targets, temperatures, shard, trains, add_to_grad)
 
 
 def _few(tokens: int, weight: torch.Tensor, shard: VocabShard) -> bool:
@@ -82,7 +87,29 @@ def _pieces(tokens: int, weight: torch.Tensor, shard: VocabShard) -> Iterator[sl
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
-    return (hidden @ weight.T).float().div_(temperatures.unsqueeze(-1))
+    scale = temperatures.unsqueeze(-1)
+    if hidden.dtype == torch.float32:  # hidden states are fewer than logits
+        return (hidden / scale) @ weight.T
+    return (hidden @ weight.T).float().div_(scale)
+
+
+def _exponentiate(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Make exp(logit - top) of logits [tokens, vocab], in place. Returns of every token the largest
+    logit (`top`), the sum of what was made of them, and the sum of exp(logit - top)·(logit - top).
+
+    From the largest logit down: differences of large numbers would cost digits.
+    """
+    tops, totals, moments = (logits.new_empty(len(logits)) for _ in range(3))
+    size = BLOCK_ELEMENTS.get(logits.device.type, logits.numel()) // max(1, logits.shape[-1])
+    for start in range(0, len(logits), max(1, size)):
+        block = slice(start, start + max(1, size))
+        tops[block] = top = logits[block].amax(-1)
+        shifted = logits[block].sub_(top.unsqueeze(-1))
+        exps = shifted.exp()
+        totals[block] = exps.sum(-1)
+        moments[block] = torch.linalg.vecdot(exps, shifted)
+        shifted.copy_(exps)
+    return tops, totals, moments
 
 
 class _ChosenLogprobs(torch.autograd.Function):
@@ -95,6 +122,7 @@ class _ChosenLogprobs(torch.autograd.Function):
         temperatures: torch.Tensor,
         shard: VocabShard,
         trains: bool,
+        add_to_grad: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = len(targets)
         # Not views of one tensor: FSDP hangs its hooks on what a module returns.
@@ -104,23 +132,24 @@ class _ChosenLogprobs(torch.autograd.Function):
         kept = None
         for piece in _pieces(tokens, weight, shard):
             logits = _logits(hidden[piece], weight, temperatures[piece])
-            # From the largest logit down: differences of large numbers would cost digits.
-            top = shard.max(logits.amax(-1))
-            logits.sub_(top.unsqueeze(-1))
             rows, here = shard.own(targets[piece], len(weight))
-            chosen = logits.gather(-1, rows.unsqueeze(-1)).squeeze(-1) * here
-            exps = logits.exp()
-            # Σ exp, Σ exp·logit and the target's logit, over the whole vocabulary
-            parts = torch.stack([exps.sum(-1), torch.linalg.vecdot(exps, logits), chosen])
-            total, moment, chosen = shard.sum(parts)
+            chosen = logits.gather(-1, rows.unsqueeze(-1)).squeeze(-1)
+            own_top, own_total, own_moment = _exponentiate(logits)
+            # The shards' sums, as if all had started from the largest logit of the vocabulary.
+            top = shard.max(own_top)
+            lower = own_top - top
+            moment = lower.exp() * (own_moment + lower * own_total)
+            parts = [lower.exp() * own_total, moment, (chosen - top) * here]
+            total, moment, chosen = shard.sum(torch.stack(parts))
             logprobs[piece] = chosen - total.log()
             entropies[piece] = total.log() - moment / total
             log_totals[piece] = top + total.log()
             if trains and _few(tokens, weight, shard):
-                kept = exps.div_(total.unsqueeze(-1))
-            del logits, exps  # before the next piece is made, not after
+                kept, ctx.kept_scale = logits, lower.exp() / total
+            del logits  # before the next piece is made, not after
         ctx.save_for_backward(hidden, weight, targets, temperatures, log_totals, kept)
         ctx.shard = shard
+        ctx.weight = weight if add_to_grad else None
         ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
 
@@ -130,10 +159,12 @@ class _ChosenLogprobs(torch.autograd.Function):
         hidden, weight, targets, temperatures, log_totals, kept = ctx.saved_tensors
         scale = grad / temperatures
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        in_place = ctx.weight is not None and ctx.weight.grad is not None
+        grad_weight = ctx.weight.grad if in_place else None
         for piece in _pieces(len(targets), weight, ctx.shard):
             if kept is not None:
-                grad_logits = kept * -scale.unsqueeze(-1)
+                # In its place: nobody needs it any more.
+                grad_logits = kept.mul_((scale * ctx.kept_scale).neg_().unsqueeze(-1))
             else:
                 logits = _logits(hidden[piece], weight, temperatures[piece])
                 probabilities = logits.sub_(log_totals[piece].unsqueeze(-1)).exp_()
@@ -143,15 +174,21 @@ class _ChosenLogprobs(torch.autograd.Function):
             grad_logits.scatter_add_(-1, rows.unsqueeze(-1), (scale[piece] * here).unsqueeze(-1))
             grad_logits = grad_logits.to(weight.dtype)
             grad_hidden[piece] = grad_logits @ weight
-            _add_product(grad_weight, grad_logits.T, hidden[piece])
+            grad_weight = _plus_product(grad_weight, grad_logits.T, hidden[piece])
             del grad_logits
         grad_hidden = ctx.shard.sum(grad_hidden)
-        return grad_hidden.to(hidden.dtype), grad_weight.to(weight.dtype), *[None] * 4
+        if grad_weight is None:
+            grad_weight = torch.zeros_like(weight)
+        of_weight = None if in_place else grad_weight.to(weight.dtype)
+        return grad_hidden.to(hidden.dtype), of_weight, *[None] * 5
 
 
-def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """total += left @ right, in place where the dtypes allow it."""
+def _plus_product(
+    total: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor
+) -> torch.Tensor:
+    """total + left @ right, in its place, and in fp32; None is 0."""
+    if total is None:
+        return (left @ right).float()
     if left.dtype == total.dtype:
-        total.addmm_(left, right)
-    else:
-        total += left @ right
+        return total.addmm_(left, right)
+    return total.add_(left @ right)

@@ -51,6 +51,7 @@ class LogprobHead(Linear):
             self.chosen.targets,
             self.chosen.temperatures,
             shard=shard,
+            add_to_grad=weight.is_leaf,
         )
 
 
