@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from torchtitan_rl.batching.documents import (
     Document,
+    computed,
     positions,
     predecessors,
     segment_ids,
@@ -140,3 +141,26 @@ def test_what_a_document_costs_is_the_count_of_the_visibility_matrix(row):
     tokens = tokens_of(row)
     assert sum(d.tokens for d in row) == len(tokens)
     assert sum(d.visible for d in row) == sum(sees(a, b) for a in tokens for b in tokens)
+
+
+@settings(deadline=None)
+@given(row=rows)
+def test_tokens_that_predict_or_are_seen_are_computed_and_no_others(row):
+    tokens = tokens_of(row)
+    where, shorter = computed(row)
+    seen = {
+        i for i, other in enumerate(tokens) if any(sees(t, other) for t in tokens if t != other)
+    }
+    predict = set(predecessors(segments(row)).tolist())
+    if seen:  # and so predicts the first of those that see it
+        assert set(where.tolist()) == seen
+        assert predict <= seen | {0}
+    else:
+        assert where.tolist() == list(range(len(tokens)))
+    assert [tokens[i] for i in where.tolist()] == tokens_of(shorter)
+
+
+def test_a_row_of_single_tokens_is_computed_whole():
+    where, documents = computed([Document(1), Document(1)])
+    assert (where.tolist(), documents) == ([0, 1], [Document(1), Document(1)])
+    assert computed([Document(1), Document(2)])[0].tolist() == [1]

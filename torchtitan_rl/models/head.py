@@ -68,6 +68,6 @@ def _shard_of(weight: DTensor) -> VocabShard:
 
 
 def _all_reduce(tensor: torch.Tensor, *, op, group: dist.ProcessGroup) -> torch.Tensor:
-    tensor = tensor.contiguous()
+    tensor = tensor.clone(memory_format=torch.contiguous_format)  # it is written to
     dist.all_reduce(tensor, op=op, group=group)
     return tensor

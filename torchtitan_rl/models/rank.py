@@ -13,6 +13,7 @@ from torchtitan.models.common.attention import create_varlen_metadata_for_docume
 
 from torchtitan_rl.batching.documents import (
     Segment,
+    computed,
     positions,
     predecessors,
     segment_ids,
@@ -94,24 +95,30 @@ class ModelRank:
     def replaying(self, cell: Microbatch, *, on: bool) -> AbstractContextManager[None]:
         """While open, this microbatch's tokens go to the experts its episodes name; padding, which
         nobody routed, goes where the router sends it."""
-        routing = cell.streams["routed_experts"] if on and cell.real else None
-        return replay(self.model, routing)
+        if not (on and cell.real):
+            return replay(self.model, None)
+        where, _ = computed(cell.documents)
+        return replay(self.model, cell.streams["routed_experts"][where])
 
     def predict(self, cell: Microbatch) -> Predicted:
         """A forward pass: logprobs of the tokens that train; token i is predicted at i - 1."""
         row = segments(cell.documents)
+        where, documents = computed(cell.documents)
         trains = _trained(cell)
         streams = {n: stream[trains].to(self.device) for n, stream in cell.streams.items()}
         # What nobody sampled was not sampled at a temperature.
         streams["temperatures"][cell.echoes[trains]] = 1.0
+        # Tokens that predict another one are computed, in the order of the row.
+        predictors = torch.searchsorted(where, predecessors(row)[trains])
         predictors, sequence_ids = (
-            values[trains].to(self.device) for values in (predecessors(row), segment_ids(row))
+            values.to(self.device) for values in (predictors, segment_ids(row)[trains])
         )
         self.head.chosen = Chosen(predictors, streams["tokens"], streams["temperatures"])
         tokens, places = (
-            t.unsqueeze(0).to(self.device) for t in (cell.streams["tokens"], positions(row))
+            t[where].unsqueeze(0).to(self.device) for t in (cell.streams["tokens"], positions(row))
         )
-        logprobs, entropies = self.model(tokens, places, self._attention_plan(row, places))
+        plan = self._attention_plan(segments(documents), places)
+        logprobs, entropies = self.model(tokens, places, plan)
         return Predicted(logprobs, entropies, streams, sequence_ids)
 
     def _attention_plan(self, row: list[Segment], places: torch.Tensor) -> Any:

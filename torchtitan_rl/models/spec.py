@@ -5,15 +5,15 @@ from the 0.6M-parameter starting model to Qwen3-14B and the mixtures of experts.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torchtitan.models.common import CosSinRoPE, Embedding
-from torchtitan.models.common.attention import VarlenAttention
+from torchtitan.models.common import CosSinRoPE, Embedding, Linear
+from torchtitan.models.common.attention import GQAttention, VarlenAttention
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
 from torchtitan.models.common.feed_forward import FeedForward
 from torchtitan.models.common.nn_modules import RMSNorm
@@ -23,6 +23,7 @@ from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 
+from torchtitan_rl.models.accumulate import AccumulatingEmbedding, AccumulatingLinear
 from torchtitan_rl.models.attention import PackedAttention
 from torchtitan_rl.models.fused import FusedFeedForward, FusedRMSNorm, FusedRoPE
 from torchtitan_rl.models.head import LogprobHead
@@ -33,17 +34,30 @@ from torchtitan_rl.platform import device_type
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a layer is made of, beside its matrices."""
+    """What a model is made of."""
 
     attention: type[Module]
     """Never attends across the documents of a row."""
     norm: type[RMSNorm]
     rope: type[CosSinRoPE]
     feed_forward: type[FeedForward]
+    linear: type[Linear]
+    embedding: type[Embedding]
+
+    def as_linear(self, config: Linear.Config) -> Linear.Config:
+        """The layer that torchtitan's helpers have described, as one of ours."""
+        return self.linear.Config(**{f.name: getattr(config, f.name) for f in fields(config)})
 
 
-CPU_PARTS = Parts(PackedAttention, FusedRMSNorm, FusedRoPE, FusedFeedForward)
-GPU_PARTS = Parts(VarlenAttention, RMSNorm, CosSinRoPE, FeedForward)
+CPU_PARTS = Parts(
+    PackedAttention,
+    FusedRMSNorm,
+    FusedRoPE,
+    FusedFeedForward,
+    AccumulatingLinear,
+    AccumulatingEmbedding,
+)
+GPU_PARTS = Parts(VarlenAttention, RMSNorm, CosSinRoPE, FeedForward, Linear, Embedding)
 """torchtitan's own."""
 
 
@@ -87,29 +101,36 @@ def _decoder(config: dict[str, Any], name: str) -> ModelSpec:
             w1_param_init=linear,
             w2w3_param_init=linear,
         )
-        return parts.feed_forward.Config(w1=plain.w1, w2=plain.w2, w3=plain.w3)
+        w1, w2, w3 = map(parts.as_linear, (plain.w1, plain.w2, plain.w3))
+        return parts.feed_forward.Config(w1=w1, w2=w2, w3=w3)
+
+    def attention() -> GQAttention.Config:
+        made = make_gqa_config(
+            dim=dim,
+            n_heads=config["num_attention_heads"],
+            n_kv_heads=config["num_key_value_heads"],
+            head_dim=head_dim,
+            wqkv_param_init=linear,
+            wo_param_init=linear,
+            inner_attention=parts.attention.Config(),
+            fuse_qkv=True,
+            rope=parts.rope.Config(
+                dim=head_dim,
+                max_seq_len=config["max_position_embeddings"],
+                theta=rope_theta(config),
+            ),
+            qk_norm=norm(head_dim) if config["architectures"][0].startswith("Qwen3") else None,
+        )
+        made.qkv_linear.wqkv = parts.as_linear(made.qkv_linear.wqkv)
+        made.wo = parts.as_linear(made.wo)
+        return made
 
     def layer(number: int) -> Qwen3TransformerBlock.Config:
         sparse = number in moe_layers(config)
         return Qwen3TransformerBlock.Config(
             attention_norm=norm(dim),
             ffn_norm=norm(dim),
-            attention=make_gqa_config(
-                dim=dim,
-                n_heads=config["num_attention_heads"],
-                n_kv_heads=config["num_key_value_heads"],
-                head_dim=head_dim,
-                wqkv_param_init=linear,
-                wo_param_init=linear,
-                inner_attention=parts.attention.Config(),
-                fuse_qkv=True,
-                rope=parts.rope.Config(
-                    dim=head_dim,
-                    max_seq_len=config["max_position_embeddings"],
-                    theta=rope_theta(config),
-                ),
-                qk_norm=norm(head_dim) if config["architectures"][0].startswith("Qwen3") else None,
-            ),
+            attention=attention(),
             moe=moe_config(config, linear) if sparse else None,
             feed_forward=None if sparse else feed_forward(),
         )
@@ -119,7 +140,7 @@ def _decoder(config: dict[str, Any], name: str) -> ModelSpec:
         dim=dim,
         norm=norm(dim),
         enable_weight_tying=tied,
-        tok_embeddings=Embedding.Config(
+        tok_embeddings=parts.embedding.Config(
             num_embeddings=vocab_size,
             embedding_dim=dim,
             param_init={"weight": skip_param_init if tied else partial(nn.init.normal_, std=0.02)},
