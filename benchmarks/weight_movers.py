@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from monarch.actor import Actor, endpoint
 
-from torchtitan_rl.weight_sync.handle import Shard, WeightHandle, whole_tensors
+from torchtitan_rl.weight_sync.handle import WeightHandle, whole_tensors
 from torchtitan_rl.weight_sync.rdma import Inbox
 from torchtitan_rl.weight_sync.reading import open_snapshot
 from torchtitan_rl.weight_sync.snapshot import Publisher
@@ -58,6 +58,7 @@ class Writer(Actor):
         }
         nbytes = sum(t.numel() * t.itemsize for t in self._weights.values())
         self._source, self._target = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)
+        self._shards = whole_tensors(self._weights.items())  # the same every time, as a trainer's
         self._version = 0
         self._publisher: Publisher | None = None
 
@@ -75,11 +76,10 @@ class Writer(Actor):
         np.copyto(self._target, self._source)
         return time.perf_counter() - started
 
-    def _step(self) -> list[Shard]:
+    def _step(self) -> None:
         """Change every tensor, as an optimizer does."""
         for tensor in self._weights.values():
             tensor.view(-1)[:1] += 1
-        return whole_tensors(self._weights.items())
 
     @endpoint
     async def open(self, transport: str, checksums: bool) -> None:
@@ -92,11 +92,11 @@ class Writer(Actor):
     async def publish(self) -> tuple[WeightHandle, float, float]:
         """With the seconds until the weights were free again, and until it was done."""
         self._version += 1
-        shards = self._step()
+        self._step()
         copied = []
         started = time.perf_counter()
         handle = self._publisher.publish(
-            shards, self._version, copied=lambda: copied.append(time.perf_counter())
+            self._shards, self._version, copied=lambda: copied.append(time.perf_counter())
         )
         return handle, copied[0] - started, time.perf_counter() - started
 

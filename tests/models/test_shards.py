@@ -43,20 +43,36 @@ for folder in sys.argv[2:]:
         with torch.no_grad():  # after which FSDP leaves some parameters gathered
             forward(model, torch.arange(12).view(1, 12))
         publisher = make_publisher("shm")
-        handle = publisher.publish(weights.shards(), version=0)
-        handles = [None] * dist.get_world_size()
-        dist.all_gather_object(handles, handle)
+        expected = load_file(folder + "/model.safetensors")
+        expected.pop("lm_head.weight", None)
+
+        def assert_published(times):
+            handle = publisher.publish(weights.shards(), version=0)
+            handles = [None] * dist.get_world_size()
+            dist.all_gather_object(handles, handle)
+            if dist.get_rank() == 0:
+                with open_snapshot(merge_handles(handles)) as snapshot:
+                    read = dict(snapshot.tensors())
+                    assert read.keys() == expected.keys(), read.keys() ^ expected.keys()
+                    for name, tensor in expected.items():
+                        assert torch.equal(read[name], times * tensor), (degrees, name)
+            dist.barrier()
+            return handles
+
+        with torch.no_grad():
+            handles, shards = assert_published(1), weights.shards()
+            for parameter in weights._parameters.values():  # where they are
+                parameter.mul_(2)
+            assert_published(2)
+            assert all(a is b for a, b in zip(shards, weights.shards(), strict=True))
+            for parameter in weights._parameters.values():  # to other memory
+                local = getattr(parameter, "_local_tensor", parameter)
+                local.data = 2 * local.data
+            assert_published(4)
+            assert not any(a is b for a, b in zip(shards, weights.shards(), strict=True))
         if dist.get_rank() == 0:
-            merged, expected = merge_handles(handles), load_file(folder + "/model.safetensors")
-            with open_snapshot(merged) as snapshot:
-                read = dict(snapshot.tensors())
-                expected.pop("lm_head.weight", None)
-                assert read.keys() == expected.keys(), read.keys() ^ expected.keys()
-                for name, tensor in expected.items():
-                    assert torch.equal(read[name], tensor), (degrees, name)
             sizes = [h.nbytes for h in handles]
             shares[f"{folder[-5:]} {degrees}"] = max(sizes) / sum(sizes)
-        dist.barrier()
         publisher.close()
 if dist.get_rank() == 0:
     print(json.dumps(shares))

@@ -20,7 +20,7 @@ def test_every_byte_is_copied_once_and_no_other_is_touched(threads, monkeypatch)
     target = torch.full((2 * sum(sizes),), 255, dtype=torch.uint8)
     starts = [2 * sum(sizes[:i]) for i in range(len(sizes))]
     copies = [
-        (target.data_ptr() + first, source.data_ptr(), len(source))
+        (target[first : first + len(source)].numpy(), source.numpy())
         for first, source in zip(starts, sources, strict=True)
     ]
     with ThreadPoolExecutor(threads) as pool:
@@ -30,12 +30,22 @@ def test_every_byte_is_copied_once_and_no_other_is_touched(threads, monkeypatch)
     assert torch.equal(target, torch.cat(expected))
 
 
-def test_only_bytes_that_can_be_taken_as_they_are_have_an_address():
-    tensor = torch.ones(2, 3)
-    assert copying.address(tensor[1], torch.float32) == tensor.data_ptr() + 12
-    assert not copying.address(tensor.t(), torch.float32)
-    assert not copying.address(tensor, torch.bfloat16)
-    assert not copying.address(tensor.to("meta"), torch.float32)
+def test_only_memory_that_can_be_taken_as_it_is_is_taken():
+    tensor = torch.arange(6.0).view(2, 3)
+    taken = copying.bytes_of(tensor[1], torch.float32)
+    assert taken.tobytes() == tensor[1].numpy().tobytes()
+    tensor[1, 2] = 7.0
+    assert taken.tobytes() == tensor[1].numpy().tobytes()  # it is the same memory
+    assert copying.bytes_of(tensor.t(), torch.float32) is None
+    assert copying.bytes_of(tensor, torch.bfloat16) is None
+    assert copying.bytes_of(tensor.to("meta"), torch.float32) is None
+
+
+@pytest.mark.parametrize("tensor", [torch.tensor(2.5), torch.empty(0, 3), torch.ones(3).bfloat16()])
+def test_memory_of_any_kind_is_taken(tensor):
+    taken = copying.bytes_of(tensor, tensor.dtype)
+    assert len(taken) == tensor.numel() * tensor.itemsize
+    assert copying.same(taken, taken.copy())
 
 
 def test_weights_of_more_than_one_piece_are_published_by_several_threads():
@@ -66,7 +76,7 @@ def test_a_buffer_that_holds_another_layout_is_read_by_that():
         written = torch.randn(shape).to(dtype)
         buffer.data.copy_(written.reshape(-1).view(torch.uint8))
         slot = Slot("w", shape, (0,) * len(shape), shape, dtype, 0, 16)
-        reader = ShmReader(Part(0, number, buffer.seal(number, 0, [slot]), (slot,)), 0)
-        assert torch.equal(reader.tensor_of(slot), written)
+        reader = ShmReader(Part(0, number, buffer.seal(number, 0, [slot]), (slot,), (1,)), 0)
+        assert torch.equal(reader.tensor_of(0), written)
         reader.close()
     buffer.close()

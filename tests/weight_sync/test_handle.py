@@ -16,15 +16,18 @@ from torchtitan_rl.weight_sync.handle import (
 from torchtitan_rl.weight_sync.reading import check_model
 
 
-def slot(name, rows=(0, 4), of=4, changed=1, dtype=torch.float32):
+def slot(name, rows=(0, 4), of=4, dtype=torch.float32):
     first, last = rows
     shape = (last - first, 8)
-    return Slot(name, (of, 8), (first, 0), shape, dtype, 0, 32 * (last - first), changed)
+    return Slot(name, (of, 8), (first, 0), shape, dtype, 0, 32 * (last - first))
 
 
-def handle(*parts, version=1, number=1, transport="shm", publishers=None):
+def handle(*parts, version=1, number=1, transport="shm", publishers=None, changed=lambda name: 1):
     publishers = publishers or range(len(parts))
-    made = (Part(p, number, None, tuple(slots)) for p, slots in zip(publishers, parts, strict=True))
+    made = (
+        Part(p, number, None, tuple(slots), tuple(changed(slot.name) for slot in slots))
+        for p, slots in zip(publishers, parts, strict=True)
+    )
     return WeightHandle(version, transport, tuple(made))
 
 
@@ -87,9 +90,10 @@ TENSORS = [
     ],
 )
 def test_what_changed_is_loaded_with_what_an_engine_keeps_in_one_piece_with_it(changed, loaded):
-    served = handle([slot(name) for name in TENSORS], number=4)
-    slots = [slot(name, changed=6 if name in changed else 3) for name in TENSORS]
-    assert handle(slots, number=7).changed_since(served) == set(loaded)
+    slots = [slot(name) for name in TENSORS]
+    served = handle(slots, number=4)
+    newer = handle(slots, number=7, changed=lambda name: 6 if name in changed else 3)
+    assert newer.changed_since(served) == set(loaded)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +107,8 @@ def test_what_changed_is_loaded_with_what_an_engine_keeps_in_one_piece_with_it(c
     ids=["nothing", "newer", "another trainer", "more ranks"],
 )
 def test_who_serves_something_else_loads_everything(served):
-    assert handle([slot("w", changed=2)], number=7).changed_since(served) == {"w"}
+    newer = handle([slot("w")], number=7, changed=lambda name: 2)
+    assert newer.changed_since(served) == {"w"}
 
 
 EXPECTED = {"model.norm.weight": (4, 8), "lm_head.weight": (4, 8)}

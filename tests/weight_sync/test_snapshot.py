@@ -241,16 +241,16 @@ def test_what_did_not_change_is_neither_copied_nor_hashed_again(publisher):
     for version in range(4):
         trained += 1
         handles.append(publish(publisher, named, version))
-    assert [s.changed for s in handles[-1].slots] == [1, 4]
+    assert handles[-1].parts[0].changed == (1, 4)
     assert handles[-1].changed_bytes == trained.numel() * 4
     assert handles[-1].changed_since(handles[0]) == {"trained"}
     # Where the next one goes, a mark stays if nobody writes over it.
     older = publisher._older
-    [offset] = [slot.offset for slot in older.slots if slot.name == "frozen"]
+    [offset] = [slot.offset for slot in older.layout.slots if slot.name == "frozen"]
     older.buffer.data[offset] ^= 1
     marked = publish(publisher, named, version=4)
     assert older.buffer.data[offset] != frozen[:1].view(torch.uint8)[0]
-    assert marked.slots[0].checksum == handles[0].slots[0].checksum
+    assert marked.parts[0].checksums[0] == handles[0].parts[0].checksums[0]
 
 
 def test_a_file_is_a_safetensors_file(tmp_path):

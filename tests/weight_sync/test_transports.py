@@ -11,7 +11,7 @@ from monarch.actor import ActorError
 from tests.weight_sync.actors import Reader, Writer, values
 from torchtitan_rl.actors.spawn import spawn
 from torchtitan_rl.platform import worker_env
-from torchtitan_rl.weight_sync.handle import Slot
+from torchtitan_rl.weight_sync.handle import Part, Slot
 from torchtitan_rl.weight_sync.rdma import _changed_blocks
 from torchtitan_rl.weight_sync.transport import WeightSyncConfig, choose_transport
 
@@ -55,7 +55,7 @@ async def test_several_readers_of_one_snapshot(writer, readers, transport):
     for version in range(3):
         handle = await writer.publish.call_one(version, version)
         assert handle.transport == transport
-        assert all(slot.checksum is not None for slot in handle.slots)
+        assert len(handle.parts[0].checksums) == len(handle.slots)
         for read in await asyncio.gather(*(r.read.call_one(handle) for r in readers)):
             assert_equal(read, version)
 
@@ -111,11 +111,12 @@ async def test_a_reader_outlives_ranks_of_which_one_is_ahead(writer, readers, tr
 def test_only_blocks_in_which_something_changed_are_read(held, blocks):
     mb = 1 << 20
     bounds = [(0, 17, 1), (17, 2, 2), (19, 30, 1), (49, 14, 3)]  # first megabyte, how many, changed
-    slots = [
-        Slot(str(first), (1,), (0,), (1,), torch.uint8, first * mb, count * mb, changed)
-        for first, count, changed in bounds
-    ]
-    assert _changed_blocks(slots, held) == blocks
+    slots = tuple(
+        Slot(str(first), (1,), (0,), (1,), torch.uint8, first * mb, count * mb)
+        for first, count, _ in bounds
+    )
+    part = Part(0, 3, None, slots, tuple(changed for *_, changed in bounds))
+    assert _changed_blocks(part, held) == blocks
 
 
 async def test_a_writer_that_is_gone_is_an_error_and_not_a_wait(transport, readers, tmp_path):

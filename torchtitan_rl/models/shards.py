@@ -86,6 +86,8 @@ class LocalWeights:
             for name, parameter in model.named_parameters()
         }
         self._owned: list[Owned] = []
+        self._shards: list[Shard] = []
+        self._addresses: list[int] = []
         origins = trace_rows(spec, adapter)
         for name, parameter in self._parameters.items():
             if not _publishes(parameter):
@@ -94,13 +96,20 @@ class LocalWeights:
             for origin in origins[name]:
                 self._owned += _owned(name, tuple(parameter.shape), local, start, origin)
 
+    @torch.no_grad()
     def shards(self) -> list[Shard]:
-        """The live weights of now: copy them before the next optimizer step."""
+        """The live weights of now: copy them before the next optimizer step. The same shards again,
+        unless the memory of a parameter has moved, as it may when a checkpoint is loaded."""
         local = {
             name: p.to_local() if isinstance(p, DTensor) else p
-            for name, p in ((name, p.detach()) for name, p in self._parameters.items())
+            for name, p in self._parameters.items()
         }
-        return [owned.shard(local[owned.parameter]) for owned in self._owned]
+        # The shards keep their memory, so that nothing else can come to lie where they are.
+        addresses = [tensor.data_ptr() for tensor in local.values()]
+        if addresses != self._addresses:
+            self._addresses = addresses
+            self._shards = [owned.shard(local[owned.parameter]) for owned in self._owned]
+        return self._shards
 
 
 def _publishes(parameter: torch.Tensor) -> bool:

@@ -88,9 +88,10 @@ class FileReader:
             raise WeightSyncError(f"cannot read the weights in {path}: {error}") from error
         if (held := self._file.metadata().get("version")) != str(version):
             raise StaleHandleError(f"{path} holds weights version {held}, not {version}")
-        self._path = path
+        self._path, self._slots = path, part.slots
 
-    def tensor_of(self, slot: Slot) -> torch.Tensor:
+    def tensor_of(self, number: int) -> torch.Tensor:
+        slot = self._slots[number]
         try:
             tensor = self._file.get_tensor(str(slot))
         except SafetensorError as error:

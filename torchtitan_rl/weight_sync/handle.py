@@ -43,7 +43,7 @@ class Shard:
     """Where in the whole tensor the box begins."""
     rows: tuple[torch.Tensor, ...]
     """The box, as pieces that follow each other along the first dimension: the trainer may keep
-    them apart. They are the live weights."""
+    them apart. They are the live weights. If these move to other memory, make another Shard."""
 
 
 def whole_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> list[Shard]:
@@ -52,8 +52,8 @@ def whole_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> list[Shard]:
 
 
 class Slot(NamedTuple):
-    """A box of a tensor in a snapshot. A tuple, which is made three times as fast as a frozen
-    dataclass: there is one for every tensor of every step."""
+    """A box of a tensor in a snapshot: the same one in every snapshot of the same tensors. A tuple,
+    which is compared twice as fast as a dataclass."""
 
     name: str
     whole: Shape
@@ -63,19 +63,10 @@ class Slot(NamedTuple):
     offset: int
     """Of its first byte in the part."""
     nbytes: int
-    changed: int = 0
-    """The number of the publication with which its bytes were last different."""
-    checksum: int | None = None
 
     @property
     def is_whole(self) -> bool:
         return self.shape == self.whole
-
-    def changed_with(self, number: int) -> "Slot":
-        """The same place, whose bytes are new with publication `number`. Not `_replace`, which
-        takes twice as long."""
-        place = (self.name, self.whole, self.start, self.shape, self.dtype, self.offset)
-        return Slot(*place, self.nbytes, number)
 
     def __str__(self) -> str:
         box = "" if self.is_whole else f"[{', '.join(map(str, self.start))}: {self.shape}]"
@@ -93,6 +84,14 @@ class Part:
     location: Any
     """What the transport needs to find the bytes."""
     slots: tuple[Slot, ...]
+    changed: tuple[int, ...]
+    """Of each slot, the number of the publication with which its bytes were last different."""
+    checksums: tuple[int, ...] = ()
+    """Of each slot's bytes, or none."""
+
+    def changed_since(self, number: int) -> list[Slot]:
+        """Those whose bytes were different with a publication after this one."""
+        return [s for s, last in zip(self.slots, self.changed, strict=True) if last > number]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +114,7 @@ class WeightHandle:
     @property
     def changed_bytes(self) -> int:
         """Those that are different from the publication before."""
-        return sum(
-            slot.nbytes for part in self.parts for slot in part.slots if slot.changed == part.number
-        )
+        return sum(s.nbytes for part in self.parts for s in part.changed_since(part.number - 1))
 
     def tensors(self) -> dict[str, tuple[Shape, torch.dtype]]:
         """Shape and dtype of every tensor, by name."""
@@ -144,8 +141,7 @@ class WeightHandle:
         modules = {
             _module(slot.name)
             for served, part in zip(older.parts, self.parts, strict=True)
-            for slot in part.slots
-            if slot.changed > served.number
+            for slot in part.changed_since(served.number)
         }
         return {slot.name for slot in self.slots if _module(slot.name) in modules}
 

@@ -116,7 +116,7 @@ class Inbox:
         try:
             await _check(part, version)
             reading = RDMAAction()
-            for number in sorted(_changed_blocks(part.slots, held)):
+            for number in sorted(_changed_blocks(part, held)):
                 first = number * _BLOCK
                 reading.read_remote(buffer.data[first : first + _BLOCK], location.blocks[number])
             await _submitted(reading, version, _READ_SECONDS)
@@ -128,11 +128,11 @@ class Inbox:
         return replace(part, location=buffer.seal(part.number, version, part.slots))
 
 
-def _changed_blocks(slots: Sequence[Slot], held: int) -> set[int]:
+def _changed_blocks(part: Part, held: int) -> set[int]:
     return {
         number
-        for slot in slots
-        if slot.changed > held and slot.nbytes
+        for slot in part.changed_since(held)
+        if slot.nbytes
         for number in range(slot.offset // _BLOCK, (slot.offset + slot.nbytes - 1) // _BLOCK + 1)
     }
 

@@ -24,11 +24,15 @@ from torchtitan_rl.weight_sync.snapshot import checksum
 class PartReader(Protocol):
     """What one trainer rank has published, open."""
 
-    def tensor_of(self, slot: Slot) -> torch.Tensor:
-        """In shape and dtype of the slot, good until the reader is closed."""
+    def tensor_of(self, number: int) -> torch.Tensor:
+        """In shape and dtype of the slot of this number, good until the reader is closed."""
         ...
 
     def close(self) -> None: ...
+
+
+Box = tuple[Slot, PartReader, int]
+"""Of a tensor: what it is, who has it, and which of his slots it is."""
 
 
 def open_snapshot(handle: WeightHandle) -> "OpenSnapshot":
@@ -70,47 +74,48 @@ class OpenSnapshot(contextlib.AbstractContextManager["OpenSnapshot"]):
         self.close()
 
     def tensors(self, names: set[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """All tensors, or those of these names, one at a time, in the order they were published."""
-        boxes: dict[str, list[tuple[Slot, PartReader]]] = {}
+        """All tensors, or those of these names, one at a time, in the order they were published;
+        those that several ranks have parts of come last."""
+        cut: dict[str, list[Box]] = {}
         for part, reader in zip(self.handle.parts, self._readers, strict=True):
-            for slot in part.slots:
-                if names is None or slot.name in names:
-                    boxes.setdefault(slot.name, []).append((slot, reader))
-        for name, owned in boxes.items():
-            yield name, _assemble(owned)
+            for number, slot in enumerate(part.slots):
+                if names is not None and slot.name not in names:
+                    continue
+                if slot.is_whole:
+                    yield slot.name, reader.tensor_of(number)
+                else:
+                    cut.setdefault(slot.name, []).append((slot, reader, number))
+        for name, boxes in cut.items():
+            yield name, _put_together(boxes)
 
     def verify(self, names: set[str] | None = None, *, threads: int = 1) -> None:
         """Raise WrongWeightsError if the bytes of a tensor are not those that were published."""
-        slots = [
-            (slot, reader)
+        boxes = [
+            (slot, reader, number, part.checksums[number])
             for part, reader in zip(self.handle.parts, self._readers, strict=True)
-            for slot in part.slots
-            if slot.checksum is not None and (names is None or slot.name in names)
+            for number, slot in enumerate(part.slots if part.checksums else ())
+            if names is None or slot.name in names
         ]
-
-        if not slots:
+        if not boxes:
             return  # most often: through shared memory
 
-        def check(owned: tuple[Slot, PartReader]) -> None:
-            slot, reader = owned
-            if checksum(reader.tensor_of(slot).reshape(-1).view(torch.uint8)) != slot.checksum:
+        def check(slot: Slot, reader: PartReader, number: int, published: int) -> None:
+            if checksum(reader.tensor_of(number).reshape(-1).view(torch.uint8)) != published:
                 raise WrongWeightsError(
                     f"weights version {self.handle.version}: the bytes of {slot} are not those "
                     "that the trainer published"
                 )
 
         with ThreadPoolExecutor(threads, "verify") as pool:
-            list(pool.map(check, slots))
+            list(pool.map(check, *zip(*boxes, strict=True)))
 
 
-def _assemble(owned: list[tuple[Slot, PartReader]]) -> torch.Tensor:
-    slot, reader = owned[0]
-    if slot.is_whole:
-        return reader.tensor_of(slot)
-    whole = torch.empty(slot.whole, dtype=slot.dtype)
-    for slot, reader in owned:
+def _put_together(boxes: list[Box]) -> torch.Tensor:
+    first, *_ = boxes[0]
+    whole = torch.empty(first.whole, dtype=first.dtype)
+    for slot, reader, number in boxes:
         box = tuple(slice(s, s + n) for s, n in zip(slot.start, slot.shape, strict=True))
-        whole[box] = reader.tensor_of(slot)
+        whole[box] = reader.tensor_of(number)
     return whole
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torchtitan_rl.weight_sync.handle import Part, Shape, Slot, StaleHandleError, WeightSyncError
+from torchtitan_rl.weight_sync.handle import Part, Slot, StaleHandleError, WeightSyncError
 
 # Header of a buffer: a random token (a recycled pid and fd must not pass for ours), the number of
 # the publication it holds, or WRITING, and its version.
@@ -81,10 +81,11 @@ class ShmReader:
     def __init__(self, part: Part, version: int) -> None:
         self._mapping = _map(part.location)
         self._mapping.lock(part.number, version)
+        self._views = self._mapping.views(part.slots)
 
-    def tensor_of(self, slot: Slot) -> torch.Tensor:
+    def tensor_of(self, number: int) -> torch.Tensor:
         """A view that is good until the reader is closed."""
-        return self._mapping.view(slot)
+        return self._views[number].detach()  # who reshapes what it gets must not reshape ours
 
     def close(self) -> None:
         self._mapping.unlock()
@@ -111,17 +112,19 @@ class _Mapping:
         self._map = mmap.mmap(self._fd, location.size, prot=mmap.PROT_READ)
         with warnings.catch_warnings(action="ignore", category=UserWarning):  # of just that
             self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._views: dict[tuple[int, torch.dtype, Shape], torch.Tensor] = {}
+        self._slots: tuple[Slot, ...] = ()
+        self._views: list[torch.Tensor] = []
         self._readers = 0
 
-    def view(self, slot: Slot) -> torch.Tensor:
-        """Where a slot lies. Kept: the same slots come again with every other version."""
-        place = slot.offset, slot.dtype, slot.shape
-        if place not in self._views:
-            first = _HEADER_BYTES + slot.offset
-            data = self._bytes[first : first + slot.nbytes]
-            self._views[place] = data.view(slot.dtype).view(slot.shape)
-        return self._views[place].detach()  # who reshapes what it gets must not reshape ours
+    def views(self, slots: tuple[Slot, ...]) -> list[torch.Tensor]:
+        """Where slots lie. Kept: the same ones come again with every other version."""
+        if slots != self._slots:
+            data = self._bytes[_HEADER_BYTES:]
+            self._slots, self._views = (
+                slots,
+                [data[s.offset : s.offset + s.nbytes].view(s.dtype).view(s.shape) for s in slots],
+            )
+        return self._views
 
     def lock(self, number: int, version: int) -> None:
         """From now on the writer leaves it alone."""

@@ -5,20 +5,21 @@ the buffer is left to its readers and a new one takes its place. No reader ever 
 writer, nor the writer for a reader.
 """
 
-import math
+import operator
 import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import xxhash
 
-from torchtitan_rl.weight_sync.copying import Copy, address, copy, same
+from torchtitan_rl.weight_sync.copying import Copy, bytes_of, copy, same
 from torchtitan_rl.weight_sync.handle import Part, Shard, Slot, Transport, WeightHandle
+from torchtitan_rl.weight_sync.plan import Layout, Plan
 
-_ALIGNMENT = 64
 _FIRST_LOOK = 1024
 
 
@@ -39,34 +40,25 @@ class Buffer(Protocol):
     def close(self) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Where shards go in a buffer. As long as their shapes stay, it is the same object."""
-
-    signature: list[tuple]
-    slots: list[Slot]
-    nbytes: int
-
-
-@dataclass(slots=True)
-class Place:
-    """Where a piece of a shard goes in a buffer."""
-
-    view: torch.Tensor
-    address: int
-    """0 if it is not CPU memory."""
-    nbytes: int
-
-
 @dataclass(slots=True)
 class Snapshot:
-    """A buffer, cut into places for the pieces of every shard."""
+    """A buffer, cut into places for the pieces of every shard, and what it holds."""
 
     buffer: Buffer
     layout: Layout
-    places: list[list[Place]]
-    slots: list[Slot] | None = None
-    """What it holds; None while that is not whole."""
+    places: list[torch.Tensor]
+    memory: list[np.ndarray | None]
+    """Of each place; None if it is not CPU memory."""
+    changed: list[int] = field(default_factory=list)
+    """As in `Part`; empty while what it holds is not whole."""
+    checksums: list[int] = field(default_factory=list)
+    looks: list[bytes] = field(default_factory=list)
+    """`Plan.look` of what it holds; empty if that was another plan's."""
+
+    def close(self) -> None:
+        self.places.clear()
+        self.memory.clear()
+        self.buffer.close()
 
 
 class Publisher:
@@ -91,7 +83,7 @@ class Publisher:
     ) -> None:
         self.transport, self._make_buffer, self._checksums = transport, make_buffer, checksums
         self._id, self._number = secrets.randbits(62), 0
-        self._layout: Layout | None = None
+        self._plan: Plan | None = None
         self._older: Snapshot | None = None
         self._newer: Snapshot | None = None
         self._threads, self._pool = threads, ThreadPoolExecutor(threads, "weights")
@@ -110,67 +102,95 @@ class Publisher:
         if version < 0:
             raise ValueError(f"policy versions start at 0, got {version}")
         try:
-            self._layout = layout = _layout(shards, dtype, self._layout)
-            target = self._turn(layout)
+            plan = self._plan
+            if plan is None or not plan.is_of(shards, dtype):
+                self._plan = plan = Plan(shards, dtype, plan.layout if plan else None)
+                if self._newer:
+                    self._newer.looks.clear()  # other pieces may have one now
+            target = self._turn(plan.layout)
             self._number += 1
-            unchanged = self._copy(shards, target)
+            changed = self._copy(plan, target)
         finally:
             copied()
-        written = [
-            place.changed_with(self._number) if slot is None else slot
-            for place, slot in zip(layout.slots, unchanged, strict=True)
-        ]
         if self._checksums:
-            written = self._with_checksums(written, target.buffer.data)
-        location = target.buffer.seal(self._number, version, written)
-        target.slots = written
+            target.checksums = self._sums(target, changed)
+        slots = plan.layout.slots
+        location = target.buffer.seal(self._number, version, slots)
+        target.changed = changed
         self._older, self._newer = self._newer, target
-        part = Part(self._id, self._number, location, tuple(written))
+        sums = tuple(target.checksums)
+        part = Part(self._id, self._number, location, slots, tuple(changed), sums)
         return WeightHandle(version, self.transport, (part,))
 
-    def _copy(self, shards: Sequence[Shard], target: Snapshot) -> list[Slot | None]:
-        """Bring a snapshot up to date. Returns the slots whose bytes are as last published, and
-        None where they are not."""
-        before = self._newer if self._newer and self._newer.layout is target.layout else None
-        held, target.slots = target.slots, None
-        unchanged: list[Slot | None] = []
+    def _before(self, layout: Layout) -> Snapshot | None:
+        """What was last published, if it can be compared with what is laid out like this."""
+        return self._newer if self._newer and self._newer.layout is layout else None
+
+    def _copy(self, plan: Plan, target: Snapshot) -> list[int]:
+        """Bring a snapshot up to date. Returns with which publication each slot has changed."""
+        held, target.changed = target.changed, []
+        target.looks = plan.look()
+        changed = self._changed(plan, target.looks)
+        # What the snapshot holds is left as it is where it has not changed since.
+        stale = list(map(operator.ne, held, changed)) if held else [True] * len(changed)
         copies: list[Copy] = []
         # What is to be converted, or is not in CPU memory.
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
-        for number, (shard, slot) in enumerate(zip(shards, target.layout.slots, strict=True)):
-            live = [(row, address(row, slot.dtype)) for row in shard.rows]
-            last = None
-            if before and before.slots and _same(before.places[number], live):
-                last = before.slots[number]
-            unchanged.append(last)
-            if last and held and held[number] == last:
-                continue  # this buffer has it as well
-            for place, (row, source) in zip(target.places[number], live, strict=True):
-                if place.address and source:
-                    copies.append((place.address, source, place.nbytes))
-                else:
-                    targets.append(place.view)
-                    sources.append(row)
+        pieces = zip(
+            plan.layout.owners, target.memory, plan.memory, target.places, plan.rows, strict=True
+        )
+        for owner, to, of, place, row in pieces:
+            if not stale[owner]:
+                continue
+            if to is not None and of is not None:
+                copies.append((to, of))
+            else:
+                targets.append(place)
+                sources.append(row)
         copy(copies, self._pool, self._threads)
         if targets:
             torch._foreach_copy_(targets, sources)
-        return unchanged
+        return changed
 
-    def _with_checksums(self, slots: list[Slot], data: torch.Tensor) -> list[Slot]:
-        def complete(slot: Slot) -> Slot:
-            known = slot.checksum is not None
-            return slot if known else slot._replace(checksum=checksum(_bytes(data, slot)))
+    def _changed(self, plan: Plan, looks: list[bytes]) -> list[int]:
+        """Of each slot, with which publication its bytes have changed: this one, if they are not
+        those that were published last. Where they differ, a look most often tells."""
+        before, owners = self._before(plan.layout), plan.layout.owners
+        changed = [self._number] * len(plan.layout.slots)
+        if before is None:
+            return changed
+        known = before.looks or looks
+        if not any(map(operator.eq, looks, known)):
+            return changed
+        differ: set[int] = set()
+        for piece, owner in enumerate(owners):
+            if owner not in differ and not (
+                looks[piece] == known[piece] and _same(before, plan, piece)
+            ):
+                differ.add(owner)
+        return [
+            self._number if slot in differ else last for slot, last in enumerate(before.changed)
+        ]
 
-        return list(self._pool.map(complete, slots))
+    def _sums(self, target: Snapshot, changed: list[int]) -> list[int]:
+        """The checksum of each slot; of what has not changed it is known."""
+        before, data = self._before(target.layout), target.buffer.data
+
+        def of(n: int) -> int:
+            if before and changed[n] != self._number:
+                return before.checksums[n]
+            slot = target.layout.slots[n]
+            return checksum(data[slot.offset : slot.offset + slot.nbytes])
+
+        return list(self._pool.map(of, range(len(changed))))
 
     def close(self) -> None:
         """Free the buffers. Readers that still have them open keep what they have."""
         for snapshot in (self._older, self._newer):
             if snapshot is not None:
-                snapshot.places.clear()
-                snapshot.buffer.close()
-        self._older = self._newer = None
+                snapshot.close()
+        self._older = self._newer = self._plan = None
         self._pool.shutdown()
         self._at_close()
 
@@ -181,10 +201,10 @@ class Publisher:
             if older.layout is layout and older.buffer.reopen():
                 self._older = older
                 return older
-            older.places.clear()
-            older.buffer.close()
+            older.close()
         buffer = self._make_buffer(max(layout.nbytes, 1))
-        self._older = Snapshot(buffer, layout, _places(buffer.data, layout))
+        places = layout.cut(buffer.data)
+        self._older = Snapshot(buffer, layout, places, [bytes_of(p, p.dtype) for p in places])
         return self._older
 
 
@@ -193,46 +213,12 @@ def checksum(data: torch.Tensor) -> int:
     return xxhash.xxh3_64(data.cpu().numpy()).intdigest()  # type: ignore[arg-type]
 
 
-def _bytes(data: torch.Tensor, slot: Slot) -> torch.Tensor:
-    return data[slot.offset : slot.offset + slot.nbytes]
-
-
-def _layout(shards: Sequence[Shard], dtype: torch.dtype | None, last: Layout | None) -> Layout:
-    """Where each shard goes; the last layout again, if it fits."""
-    signature = [
-        (s.name, s.whole, s.start, [t.shape for t in s.rows], dtype or s.rows[0].dtype)
-        for s in shards
-    ]
-    if last is not None and last.signature == signature:
-        return last
-    slots, offset = [], 0
-    for name, whole, start, shapes, kind in signature:
-        nbytes = sum(map(math.prod, shapes)) * kind.itemsize
-        shape = (sum(rows[0] for rows in shapes), *shapes[0][1:]) if whole else ()
-        slots.append(Slot(name, whole, start, shape, kind, offset, nbytes))
-        offset += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-    return Layout(signature, slots, offset)
-
-
-def _places(data: torch.Tensor, layout: Layout) -> list[list[Place]]:
-    """The buffer's place for each piece of each shard."""
-    places = []
-    for slot, (_, _, _, shapes, kind) in zip(layout.slots, layout.signature, strict=True):
-        pieces = _bytes(data, slot).view(kind).split([math.prod(shape) for shape in shapes])
-        views = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
-        places.append([Place(v, address(v, kind), v.numel() * v.itemsize) for v in views])
-    return places
-
-
-def _same(held: Sequence[Place], live: Sequence[tuple[torch.Tensor, int]]) -> bool:
-    """Whether a snapshot has the bytes of the live weights. Where they differ it is soon known."""
-    for place, (row, source) in zip(held, live, strict=True):
-        if place.address and source:
-            if not same(place.address, source, place.nbytes):
-                return False
-        elif not _same_values(place.view, row):
-            return False
-    return True
+def _same(held: Snapshot, plan: Plan, piece: int) -> bool:
+    """Whether a snapshot has the bytes of a piece of the live weights."""
+    one, other = held.memory[piece], plan.memory[piece]
+    if one is None or other is None:
+        return _same_values(held.places[piece], plan.rows[piece])
+    return same(one, other)
 
 
 def _same_values(held: torch.Tensor, live: torch.Tensor) -> bool:
@@ -248,4 +234,4 @@ def _same_values(held: torch.Tensor, live: torch.Tensor) -> bool:
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.is_cuda:
         return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-    return same(a.data_ptr(), b.data_ptr(), a.numel() * a.itemsize)  # it knows no NaN
+    return same(a.view(torch.uint8).numpy(), b.view(torch.uint8).numpy())  # it knows no NaN
