@@ -8,7 +8,7 @@ from torchtitan_rl.platform import worker_env
 
 SCRIPT = """
 import asyncio, sys
-from tests.actors.kernel_checks import check_kernels
+from tests.actors.kernel_checks import check_kernels, check_model
 from tests.support import small_engine
 from torchtitan_rl.actors.engine import Engine, EngineDiedError, SamplingConfig
 from torchtitan_rl.actors.vllm_worker import WorkerExtension
@@ -19,6 +19,7 @@ import torch
 
 engine = Engine(sys.argv[1], small_engine(), seed=0)
 check_kernels()
+engine._engine.apply_model(check_model)
 long, short = SamplingConfig(n=4, max_tokens=100), SamplingConfig(n=1, max_tokens=2)
 
 def tokens_so_far():

