@@ -72,3 +72,13 @@ def test_many_bytes_may_be_few_tokens(groups, renderer):
     groups([word * 30])
     with pytest.raises(ValueError, match="1 prompts of more than 116"):
         groups([word * 116])
+
+
+def test_a_task_without_anything_to_evaluate_on_is_refused(renderer, monkeypatch):
+    config = low_tokens()
+    task = config.task.build(seed=0)
+    made = PromptGroups(config, {"low_tokens": task}, renderer)
+    assert [group.sampling.n for group in made.heldout(task, 3)] == [1, 1, 1]
+    monkeypatch.setattr(type(task), "heldout_examples", lambda self, count: [])
+    with pytest.raises(ValueError, match=r"'low_tokens' has nothing .*heldout_examples\(3\)"):
+        made.heldout(task, 3)

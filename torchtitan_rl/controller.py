@@ -92,8 +92,7 @@ class Controller(Configurable):
             if task.tools:
                 self.renderer.check_tools(task.name)
         self.groups = PromptGroups(config, self.tasks, self.renderer)
-        heldout = self.task.heldout_examples(config.evaluation.prompts)
-        self.heldout = self.groups("heldout", heldout, greedy=True)
+        self.heldout = self.groups.heldout(self.task, config.evaluation.prompts)
         self.dump = open_dump(config, self.tasks, self.renderer, hf_config)
         self.timeline = Timeline(self.folder.timeline if config.save_timeline else None)
         self.crew = Crew(

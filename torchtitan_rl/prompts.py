@@ -46,6 +46,16 @@ class PromptGroups:
             groups.append(group)
         return groups
 
+    def heldout(self, task: Task, count: int) -> list[Group]:
+        """The groups to evaluate on, sampled greedily."""
+        examples = task.heldout_examples(count)
+        if not examples:
+            raise ValueError(
+                f"task {task.name!r} has nothing to evaluate on: its heldout_examples({count}) "
+                "returned no example, and must return at least one"
+            )
+        return self("heldout", examples, greedy=True)
+
     def _check_lengths(self, task: Task) -> None:
         """Refuse a file with prompts that leave no room for a completion: the first of them to
         come up would end the run, hours after it began."""

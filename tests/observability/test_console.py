@@ -112,7 +112,9 @@ def test_the_summary_compares_the_first_evaluation_with_the_last(tmp_path, capsy
 )
 def test_the_summary_says_of_how_many_prompts_it_is(tmp_path, capsys, before, after, row):
     rows = [{"step": i, "eval/accuracy": 0.4} | values for i, values in enumerate((before, after))]
-    lines = [line.split("│")[1:-1] for line in summary(tmp_path, rows, capsys).splitlines()]
+    printed = summary(tmp_path, rows, capsys)
+    assert ("greedy, on 20 held-out prompts" in printed) == (row is None)
+    lines = [line.split("│")[1:-1] for line in printed.splitlines()]
     table = [[cell.strip() for cell in line] for line in lines if line]
     assert [line for line in table if "prompts" in line[0]] == ([row] if row else [])
 

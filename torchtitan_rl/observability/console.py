@@ -147,8 +147,11 @@ def print_summary(folder: RunFolder) -> None:
 def _print_evaluations(
     folder: RunFolder, before: Mapping[str, float], after: Mapping[str, float]
 ) -> None:
+    alike = FAILED_PROMPTS not in before.keys() | after.keys()  # both are of the same prompts
+    many = f"{before['eval/prompts']:.0f} " if alike and "eval/prompts" in before else ""
     table = Table(
-        title=f"{escape(folder.path.name)}: greedy, on held-out prompts", title_justify="left"
+        title=f"{escape(folder.path.name)}: greedy, on {many}held-out prompts",
+        title_justify="left",
     )
     for column in ("", "before", "after", "change"):
         table.add_column(column, justify="right" if column else "left")
@@ -159,7 +162,7 @@ def _print_evaluations(
         points = f"{change * 100:+.1f} points" if percent else f"{change:+.3f}"
         name = key.removeprefix("eval/")
         table.add_row(name, style.format(before[key]), style.format(after[key]), points)
-    if FAILED_PROMPTS in before.keys() | after.keys():  # else both are of the same prompts
+    if not alike:
         counts = _prompts(before), _prompts(after)
         table.add_row("of prompts", *counts, "not the same" if counts[0] != counts[1] else "")
     console.print(table)
