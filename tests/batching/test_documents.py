@@ -151,10 +151,11 @@ def test_tokens_that_predict_or_are_seen_are_computed_and_no_others(row):
     seen = {
         i for i, other in enumerate(tokens) if any(sees(t, other) for t in tokens if t != other)
     }
-    predict = set(predecessors(segments(row)).tolist())
-    if seen:  # and so predicts the first of those that see it
+    before = predecessors(segments(row)).tolist()
+    predict = {i for (_, _, position), i in zip(tokens, before, strict=True) if position}
+    assert predict == seen  # it predicts the first of those that see it
+    if seen:
         assert set(where.tolist()) == seen
-        assert predict <= seen | {0}
     else:
         assert where.tolist() == list(range(len(tokens)))
     assert [tokens[i] for i in where.tolist()] == tokens_of(shorter)
