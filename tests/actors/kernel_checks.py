@@ -21,6 +21,7 @@ def check_kernels() -> None:
             _check_swiglu(torch.randn(5, 4 * width, dtype=dtype)[:, : 2 * width])  # has strides
     for seeded in ([], [0, 2], [0, 1, 2, 3]):
         _check_sampler(seeded)
+    _check_sampler([1, 3], k=torch.tensor([5, 50, 2, 9]), p=torch.tensor([0.5, 1.0, 0.9, 1.0]))
 
 
 def check_model(model: torch.nn.Module) -> None:
@@ -47,15 +48,22 @@ def _check_norms(x: torch.Tensor) -> None:
         _close(one, other)
 
 
-def _check_sampler(seeded: list[int]) -> None:
-    """Token by token what vLLM's own sampler draws, for more tokens than seeds are drawn ahead."""
+def _check_sampler(
+    seeded: list[int], k: torch.Tensor | None = None, p: torch.Tensor | None = None
+) -> None:
+    """Token by token what vLLM's own sampler draws, for more tokens than seeds are drawn ahead, of
+    requests that change rows."""
     drawn = []
     for forward in (vllm_cpu.sample, vllm_cpu._vllm_sample):
         torch.manual_seed(1)
         sampler = SimpleNamespace(use_fp64_gumbel=False, logprobs_mode="processed_logprobs")
         generators = {row: torch.Generator().manual_seed(row) for row in seeded}
         logits = torch.randn(vllm_cpu.SEEDS_AHEAD + 9, 4, 50, generator=torch.Generator())
-        drawn.append([forward(sampler, step.clone(), generators, None, None) for step in logits])
+        steps = []
+        for step in logits:
+            steps.append(forward(sampler, step.clone(), generators, k, p))
+            generators = {(row + 1) % 4: generator for row, generator in generators.items()}
+        drawn.append(steps)
     for (tokens, logprobs), (own_tokens, own_logprobs) in zip(*drawn, strict=True):
         assert tokens.tolist() == own_tokens.tolist()
         _close(logprobs, own_logprobs)

@@ -104,15 +104,39 @@ def test_a_gradient_that_is_there_is_added_to_where_it_is(monkeypatch, piece):
     monkeypatch.setitem(PIECE_ELEMENTS, "cpu", piece)
     monkeypatch.setitem(KEPT_ELEMENTS, "cpu", 0 if piece < 2**23 else 2**25)
     hidden, weight, *rest = sample()
+    made = []  # by autograd, for it to add
+    weight.register_hook(made.append)
     for times in range(1, 4):
         logprobs, _ = chosen_logprobs(hidden, weight, *rest, add_to_grad=True)
         logprobs.sum().backward()
         if times == 1:
-            once, place = weight.grad.clone(), weight.grad.data_ptr()
+            once = weight.grad.clone()
         close(weight.grad, times * once)
-        assert weight.grad.data_ptr() == place
+    assert [gradient is not None for gradient in made] == [True, False, False]
     [expected] = torch.autograd.grad(plain(hidden, weight, *rest)[0].sum(), weight)
     close(once, expected)
+
+
+def test_a_frozen_weight_gets_nothing_though_it_has_a_gradient():
+    hidden, weight, *rest = sample()
+    weight.grad = torch.ones_like(weight)
+    weight.requires_grad_(False)
+    chosen_logprobs(hidden, weight, *rest, add_to_grad=True)[0].sum().backward()
+    assert torch.equal(weight.grad, torch.ones_like(weight))
+    [expected] = torch.autograd.grad(plain(hidden, weight, *rest)[0].sum(), hidden)
+    close(hidden.grad, expected)
+
+
+def test_pieces_in_half_precision_are_added_up_in_full(monkeypatch):
+    monkeypatch.setitem(PIECE_ELEMENTS, "cpu", VOCAB)  # a token each
+    monkeypatch.setitem(KEPT_ELEMENTS, "cpu", 0)
+    hidden, weight, *rest = sample(dtype=torch.bfloat16)
+    weight.grad = torch.zeros_like(weight)
+    chosen_logprobs(hidden, weight, *rest, add_to_grad=True)[0].sum().backward()
+    once = weight.grad
+    weight.grad = None
+    chosen_logprobs(hidden, weight, *rest)[0].sum().backward()
+    assert torch.equal(once, weight.grad)
 
 
 def test_each_token_has_its_own_temperature():

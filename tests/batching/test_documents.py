@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from torchtitan_rl.batching.documents import (
     Document,
-    computed,
+    needed,
     positions,
     predecessors,
     segment_ids,
@@ -147,7 +147,7 @@ def test_what_a_document_costs_is_the_count_of_the_visibility_matrix(row):
 @given(row=rows)
 def test_tokens_that_predict_or_are_seen_are_computed_and_no_others(row):
     tokens = tokens_of(row)
-    where, shorter = computed(row)
+    where, shorter = needed(row)
     seen = {
         i for i, other in enumerate(tokens) if any(sees(t, other) for t in tokens if t != other)
     }
@@ -162,6 +162,11 @@ def test_tokens_that_predict_or_are_seen_are_computed_and_no_others(row):
 
 
 def test_a_row_of_single_tokens_is_computed_whole():
-    where, documents = computed([Document(1), Document(1)])
+    where, documents = needed([Document(1), Document(1)])
     assert (where.tolist(), documents) == ([0, 1], [Document(1), Document(1)])
-    assert computed([Document(1), Document(2)])[0].tolist() == [1]
+    assert needed([Document(1), Document(2)])[0].tolist() == [1]
+
+
+def test_a_branch_without_tokens_stays_one():
+    where, documents = needed([Document(3, (0, 2))])
+    assert (where.tolist(), documents) == ([0, 1, 2, 3], [Document(3, (0, 1))])

@@ -155,17 +155,20 @@ def test_a_packed_document_is_what_it_is_alone_in_single_precision(documents, se
 
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
-@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize("at", [0, 1, 2, 3])
 def test_what_is_in_one_document_never_reaches_another(poison, at):
-    documents = [Document(5), Document(4, (3, 2)), Document(5)]
-    bounds = [(0, 5), (5, 14), (14, 19)]
-    (q, k, v), grad = drawn(19)
+    # Two trunks of one length, seen in one call, with padding.
+    documents = [Document(5), Document(4, (3, 2)), Document(5), Document(4, (6,))]
+    bounds = [(0, 5), (5, 14), (14, 19), (19, 29)]
+    (q, k, v), grad = drawn(29)
     plan = AttentionPlan(segments(documents))
     clean = value_and_gradients(lambda *qkv: packed_attention(*qkv, plan), [q, k, v], grad)
     poisoned = [t.detach().clone() for t in (q, k, v)]
     for tensor in poisoned:
         tensor[slice(*bounds[at])] = poison
         tensor.requires_grad_()
+    grad = grad.clone()
+    grad[slice(*bounds[at])] = poison
     found = value_and_gradients(lambda *qkv: packed_attention(*qkv, plan), poisoned, grad)
     others = [i for n, (a, b) in enumerate(bounds) if n != at for i in range(a, b)]
     close([t[others] for t in found], [t[others] for t in clean], atol=1e-12)

@@ -95,6 +95,11 @@ def test_the_summary_compares_the_first_evaluation_with_the_last(tmp_path, capsy
         ({"eval/prompts": 20}, {"eval/prompts": 20}, None),
         (
             {"eval/prompts": 20},
+            {"eval/prompts": 30},
+            ["of prompts", "20 of 20", "30 of 30", "not the same"],
+        ),
+        (
+            {"eval/prompts": 20},
             {"eval/prompts": 12, "rollouts/failed/evaluation": 8},
             ["of prompts", "20 of 20", "12 of 20", "not the same"],
         ),

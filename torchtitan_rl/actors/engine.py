@@ -310,8 +310,8 @@ class Engine:
             max_tokens=sampling.max_tokens,
             stop=sampling.stop,
             seed=sample_seed(self._seed, group_id, sample) if sampling.temperature > 0 else None,
-            logprobs=0 if sampling.logprobs else None,  # of the sampled token only,
-            flat_logprobs=True,  # as one list
+            logprobs=0 if sampling.logprobs else None,  # of the sampled token only
+            flat_logprobs=True,  # in one list, not a dictionary for each token
             # Text is decoded once, at the end; only stop strings need it token by token.
             detokenize=bool(sampling.stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -328,7 +328,7 @@ class Engine:
             prompt_token_ids=list(output.prompt_token_ids),
             text="",
             token_ids=token_ids,
-            token_logprobs=made.logprobs and made.logprobs.logprobs,
+            token_logprobs=None if made.logprobs is None else list(made.logprobs.logprobs),
             finish_reason=made.finish_reason,
             token_versions=versions if len(set(versions)) > 1 else None,
             routed_experts=self._routing.take(output) if self._routing else None,

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from vllm.platforms import current_platform
 
-# Else helpers are compiled when they are first used, for 4-24 s. Before what has them is imported.
+# Else helpers are compiled when they are first used, for 4-24 s: before the engine's process
+# imports what has them. (Where several processes share a model, vLLM has imported some already.)
 type(current_platform).simple_compile_backend = "eager"
 
 # ruff: noqa: E402
@@ -65,6 +66,7 @@ class CpuSiluAndMul(SiluAndMul):
 # ---- sampling ---------------------------------------------------------------------------------
 
 SEEDS_AHEAD = 32
+"""Drawn at once for one request."""
 _ahead: WeakKeyDictionary[torch.Generator, list[int]] = WeakKeyDictionary()
 
 
@@ -92,7 +94,7 @@ def sample(
     seeds = torch.randint(0, 2**31, (len(logits),), dtype=torch.long).tolist()
     for row, generator in generators.items():
         seeds[row] = next_seed(generator)
-    tokens = torch.ops._C.fused_gumbel_argmax(logits.float(), torch.tensor(seeds))
+    tokens = torch.ops._C.fused_gumbel_argmax(logits.float(), torch.tensor(seeds, dtype=torch.long))
     return tokens, logits.log_softmax(dim=-1, dtype=torch.float32)
 
 

@@ -14,8 +14,8 @@ import torch
 PIECE_ELEMENTS = {"cpu": 2**23, "cuda": 2**27}
 """Logits in one piece: 32 MB in fp32 on a CPU; a GPU needs larger ones to be busy."""
 
-KEPT_ELEMENTS = {"cpu": 2**25}
-"""So few logits are one piece, and are not made again: a quarter of the head's products less. 128
+KEPT_ELEMENTS = {"cpu": 2**26}
+"""So few logits are one piece, and are not made again: a quarter of the head's products less. 256
 MB at most are kept. Other devices keep none."""
 
 BLOCK_ELEMENTS = {"cpu": 2**19}
@@ -35,6 +35,7 @@ class VocabShard:
     """Rows of the largest shard, by which all ranks cut their pieces: they meet in each of them.
     0: this is the only one."""
     sum: Callable[[torch.Tensor], torch.Tensor] = _same
+    """Over all ranks; like `max` it may overwrite what it is given."""
     max: Callable[[torch.Tensor], torch.Tensor] = _same
 
     def own(self, targets: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -93,9 +94,11 @@ def _logits(hidden: torch.Tensor, weight: torch.Tensor, temperatures: torch.Tens
     return (hidden @ weight.T).float().div_(scale)
 
 
-def _exponentiate(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Make exp(logit - top) of logits [tokens, vocab], in place. Returns of every token the largest
-    logit (`top`), the sum of what was made of them, and the sum of exp(logit - top)·(logit - top).
+def _statistics(logits: torch.Tensor, *, keep: bool) -> tuple[torch.Tensor, ...]:
+    """Of every token the largest of its logits [tokens, vocab] (`top`), and over the vocabulary the
+    sums of exp(logit - top) and of exp(logit - top)·(logit - top).
+
+    Logits are overwritten: with `keep` by exp(logit - top), else by what is of no use.
 
     From the largest logit down: differences of large numbers would cost digits.
     """
@@ -108,7 +111,8 @@ def _exponentiate(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tor
         exps = shifted.exp()
         totals[block] = exps.sum(-1)
         moments[block] = torch.linalg.vecdot(exps, shifted)
-        shifted.copy_(exps)
+        if keep:
+            shifted.copy_(exps)
     return tops, totals, moments
 
 
@@ -134,9 +138,10 @@ class _ChosenLogprobs(torch.autograd.Function):
             logits = _logits(hidden[piece], weight, temperatures[piece])
             rows, here = shard.own(targets[piece], len(weight))
             chosen = logits.gather(-1, rows.unsqueeze(-1)).squeeze(-1)
-            own_top, own_total, own_moment = _exponentiate(logits)
+            keep = trains and _few(tokens, weight, shard)
+            own_top, own_total, own_moment = _statistics(logits, keep=keep)
             # The shards' sums, as if all had started from the largest logit of the vocabulary.
-            top = shard.max(own_top)
+            top = shard.max(own_top.clone())
             lower = own_top - top
             moment = lower.exp() * (own_moment + lower * own_total)
             parts = [lower.exp() * own_total, moment, (chosen - top) * here]
@@ -144,7 +149,7 @@ class _ChosenLogprobs(torch.autograd.Function):
             logprobs[piece] = chosen - total.log()
             entropies[piece] = total.log() - moment / total
             log_totals[piece] = top + total.log()
-            if trains and _few(tokens, weight, shard):
+            if keep:
                 kept, ctx.kept_scale = logits, lower.exp() / total
             del logits  # before the next piece is made, not after
         ctx.save_for_backward(hidden, weight, targets, temperatures, log_totals, kept)
@@ -159,8 +164,11 @@ class _ChosenLogprobs(torch.autograd.Function):
         hidden, weight, targets, temperatures, log_totals, kept = ctx.saved_tensors
         scale = grad / temperatures
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
-        in_place = ctx.weight is not None and ctx.weight.grad is not None
-        grad_weight = ctx.weight.grad if in_place else None
+        of_weight = ctx.needs_input_grad[1]
+        held = ctx.weight.grad if ctx.weight is not None and of_weight else None
+        # In half precision the pieces would be rounded one by one.
+        in_place = held is not None and held.dtype == torch.float32
+        grad_weight = held if in_place else None
         for piece in _pieces(len(targets), weight, ctx.shard):
             if kept is not None:
                 # In its place: nobody needs it any more.
@@ -174,19 +182,21 @@ class _ChosenLogprobs(torch.autograd.Function):
             grad_logits.scatter_add_(-1, rows.unsqueeze(-1), (scale[piece] * here).unsqueeze(-1))
             grad_logits = grad_logits.to(weight.dtype)
             grad_hidden[piece] = grad_logits @ weight
-            grad_weight = _plus_product(grad_weight, grad_logits.T, hidden[piece])
+            if of_weight:
+                grad_weight = _plus_product(grad_weight, grad_logits.T, hidden[piece])
             del grad_logits
         grad_hidden = ctx.shard.sum(grad_hidden)
-        if grad_weight is None:
+        if in_place or not of_weight:
+            return grad_hidden.to(hidden.dtype), *[None] * 6
+        if grad_weight is None:  # there was no token
             grad_weight = torch.zeros_like(weight)
-        of_weight = None if in_place else grad_weight.to(weight.dtype)
-        return grad_hidden.to(hidden.dtype), of_weight, *[None] * 5
+        return grad_hidden.to(hidden.dtype), grad_weight.to(weight.dtype), *[None] * 5
 
 
 def _plus_product(
     total: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor
 ) -> torch.Tensor:
-    """total + left @ right, in its place, and in fp32; None is 0."""
+    """total + left @ right, in its place; None is 0, and makes it fp32."""
     if total is None:
         return (left @ right).float()
     if left.dtype == total.dtype:

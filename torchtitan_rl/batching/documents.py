@@ -68,30 +68,31 @@ def segments(documents: Sequence[Document]) -> list[Segment]:
     return found
 
 
-def computed(documents: Sequence[Document]) -> tuple[torch.Tensor, list[Document]]:
-    """[computed tokens] where the tokens of a row are that a forward pass needs, and their
-    documents.
+def needed(documents: Sequence[Document]) -> tuple[torch.Tensor, list[Document]]:
+    """[needed tokens] where the tokens of a row are that a forward pass needs, and their documents.
 
     That is all but the last of a document, or of each of its branches: nothing is predicted from
     it, and no token sees it. A row of which nothing would be left is computed as it is.
 
     Example:
-        >>> where, shorter = computed([Document(3), Document(2, (2, 1))])
+        >>> where, shorter = needed([Document(3), Document(2, (2, 1))])
         >>> where.tolist(), shorter
         ([0, 1, 3, 4, 5], [Document(trunk=2, branches=()), Document(trunk=2, branches=(1, 0))])
     """
     row = segments(documents)
     grown = {id(segment.trunk) for segment in row}
     lasts = [s.stop - 1 for s in row if s.length and id(s) not in grown]
-    needed = np.ones(sum(s.length for s in row), dtype=bool)
-    if len(lasts) == len(needed):
-        return torch.arange(len(needed)), list(documents)
-    needed[lasts] = False
+    kept = np.ones(sum(s.length for s in row), dtype=bool)
+    if len(lasts) == len(kept):
+        return torch.arange(len(kept)), list(documents)
+    kept[lasts] = False
     shorter = [
-        Document(d.trunk, tuple(b - 1 for b in d.branches)) if d.branches else Document(d.trunk - 1)
+        Document(d.trunk, tuple(max(b - 1, 0) for b in d.branches))
+        if d.branches
+        else Document(max(d.trunk - 1, 0))
         for d in documents
     ]
-    return torch.from_numpy(np.nonzero(needed)[0]), shorter
+    return torch.from_numpy(np.nonzero(kept)[0]), shorter
 
 
 def positions(row: Sequence[Segment]) -> torch.Tensor:

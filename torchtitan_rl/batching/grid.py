@@ -34,7 +34,7 @@ class Grid:
 
     @property
     def tokens(self) -> int:
-        """Tokens that the ranks compute, padding included."""
+        """Of the rows of all ranks, padding included."""
         return sum(cell.tokens for row in self.cells for cell in row)
 
     @property

@@ -2,7 +2,9 @@
 
 Autograd makes the gradient of every microbatch anew, and then adds it to that of the ones before:
 more passes over as much memory as the model has, and of a large vocabulary as much memory besides.
-Weights that are cut over ranks (DTensor) take torchtitan's own way.
+Weights that are DTensors in the forward pass take torchtitan's own way, and FSDP, which takes the
+gradient of every microbatch away, leaves nothing to add to. `torch.autograd.grad` by a weight that
+has a gradient is of no use with these layers: what it asks for is in `.grad`.
 """
 
 from dataclasses import dataclass
@@ -10,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torchtitan.models.common import Embedding, Linear
 
@@ -44,18 +47,20 @@ class AccumulatingEmbedding(Embedding):
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.weight = weight
         return F.linear(x, weight)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         of_x, of_weight = ctx.needs_input_grad
-        grads, rows = grad.flatten(0, -2), x.flatten(0, -2)
-        grad_x = (grads @ weight).view_as(x) if of_x else None
+        grads = grad.flatten(0, -2)
+        grad_x = (grads @ weight).unflatten(0, grad.shape[:-1]) if of_x else None
         if not of_weight:
             return grad_x, None
+        rows = x.flatten(0, -2)
         if ctx.weight.grad is None:
             return grad_x, grads.T @ rows
         ctx.weight.grad.addmm_(grads.T, rows)
@@ -70,6 +75,7 @@ class _Embedding(torch.autograd.Function):
         return F.embedding(tokens, weight)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (tokens,), weight = ctx.saved_tensors, ctx.weight
         if not ctx.needs_input_grad[1]:

@@ -64,7 +64,7 @@ class Bucket:
         return taken
 
 
-class Row:
+class WayBack:
     """Where the tokens of a row are in what calls on some buckets return."""
 
     def __init__(self, buckets: Sequence[Bucket], tokens: int) -> None:
@@ -96,10 +96,10 @@ class AttentionPlan:
     def __init__(self, row: Sequence[Segment]) -> None:
         tokens = max((segment.stop for segment in row), default=0)
         self.buckets = [Bucket.of(members) for members in _of_like_length(row)]
-        self.row = Row(self.buckets, tokens)
+        self.row = WayBack(self.buckets, tokens)
         self.to_trunks = list(_branches_and_trunks(row))
         self.branches, self.trunks = (
-            Row([pair[side] for pair in self.to_trunks], tokens) for side in (0, 1)
+            WayBack([pair[side] for pair in self.to_trunks], tokens) for side in (0, 1)
         )
 
 
@@ -228,6 +228,7 @@ def _branches_and_trunks(row: Sequence[Segment]) -> Iterator[tuple[Bucket, Bucke
         *_, last = branches  # all branches of a trunk follow it
         grown.append(Segment(trunk.stop, last.stop - trunk.stop, trunk))
     for _, alike in groupby(sorted(grown, key=_trunk_length), _trunk_length):
+        # Padding costs by the length here, not by its square.
         for members in _of_like_length(list(alike), alone_from=8 * ALONE_FROM):
             yield Bucket.of(members), Bucket.of([m.trunk for m in members if m.trunk])
 

@@ -16,7 +16,9 @@ from torchtitan_rl.algorithms.logprobs import WHOLE_VOCABULARY, VocabShard, chos
 class Chosen:
     """Where in a row to predict what."""
 
-    predictors: torch.Tensor  # [tokens] where in the row each is predicted; some more than once
+    predictors: (
+        torch.Tensor
+    )  # [tokens] where in what is computed each is predicted; some more than once
     targets: torch.Tensor  # [tokens]
     temperatures: torch.Tensor  # [tokens]
 
@@ -68,6 +70,6 @@ def _shard_of(weight: DTensor) -> VocabShard:
 
 
 def _all_reduce(tensor: torch.Tensor, *, op, group: dist.ProcessGroup) -> torch.Tensor:
-    tensor = tensor.clone(memory_format=torch.contiguous_format)  # it is written to
+    tensor = tensor.contiguous()
     dist.all_reduce(tensor, op=op, group=group)
     return tensor

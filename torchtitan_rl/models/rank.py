@@ -13,7 +13,7 @@ from torchtitan.models.common.attention import create_varlen_metadata_for_docume
 
 from torchtitan_rl.batching.documents import (
     Segment,
-    computed,
+    needed,
     positions,
     predecessors,
     segment_ids,
@@ -97,13 +97,13 @@ class ModelRank:
         nobody routed, goes where the router sends it."""
         if not (on and cell.real):
             return replay(self.model, None)
-        where, _ = computed(cell.documents)
+        where, _ = needed(cell.documents)
         return replay(self.model, cell.streams["routed_experts"][where])
 
     def predict(self, cell: Microbatch) -> Predicted:
         """A forward pass: logprobs of the tokens that train; token i is predicted at i - 1."""
         row = segments(cell.documents)
-        where, documents = computed(cell.documents)
+        where, documents = needed(cell.documents)
         trains = _trained(cell)
         streams = {n: stream[trains].to(self.device) for n, stream in cell.streams.items()}
         # What nobody sampled was not sampled at a temperature.

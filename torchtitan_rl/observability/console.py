@@ -147,7 +147,8 @@ def print_summary(folder: RunFolder) -> None:
 def _print_evaluations(
     folder: RunFolder, before: Mapping[str, float], after: Mapping[str, float]
 ) -> None:
-    alike = FAILED_PROMPTS not in before.keys() | after.keys()  # both are of the same prompts
+    counts = _prompts(before), _prompts(after)
+    alike = FAILED_PROMPTS not in before.keys() | after.keys() and counts[0] == counts[1]
     many = f"{before['eval/prompts']:.0f} " if alike and "eval/prompts" in before else ""
     table = Table(
         title=f"{escape(folder.path.name)}: greedy, on {many}held-out prompts",
@@ -163,6 +164,5 @@ def _print_evaluations(
         name = key.removeprefix("eval/")
         table.add_row(name, style.format(before[key]), style.format(after[key]), points)
     if not alike:
-        counts = _prompts(before), _prompts(after)
         table.add_row("of prompts", *counts, "not the same" if counts[0] != counts[1] else "")
     console.print(table)

@@ -20,7 +20,8 @@ from torchtitan_rl.weight_sync.copying import Copy, bytes_of, copy, same
 from torchtitan_rl.weight_sync.handle import Part, Shard, Slot, Transport, WeightHandle
 from torchtitan_rl.weight_sync.plan import Layout, Plan
 
-_FIRST_LOOK = 1024
+_FIRST_VALUES = 1024
+"""Of weights that are to be converted: so many are compared before all of them are."""
 
 
 class Buffer(Protocol):
@@ -227,7 +228,7 @@ def _same_values(held: torch.Tensor, live: torch.Tensor) -> bool:
     # Not all of it where a look is enough: converting it takes as long as copying it.
     return all(
         _equal(held[first:last], live[first:last].to(held.device, held.dtype))
-        for first, last in ((0, _FIRST_LOOK), (_FIRST_LOOK, len(held)))
+        for first, last in ((0, _FIRST_VALUES), (_FIRST_VALUES, len(held)))
     )
 
 
