@@ -14,11 +14,9 @@ from torchtitan_rl.algorithms.logprobs import WHOLE_VOCABULARY, VocabShard, chos
 
 @dataclass(slots=True)
 class Chosen:
-    """Where in a row to predict what."""
+    """Where in a row, of which some tokens may be left out, to predict what."""
 
-    predictors: (
-        torch.Tensor
-    )  # [tokens] where in what is computed each is predicted; some more than once
+    predictors: torch.Tensor  # [tokens] where in the row each is predicted; some more than once
     targets: torch.Tensor  # [tokens]
     temperatures: torch.Tensor  # [tokens]
 
