@@ -58,8 +58,9 @@ def replay(model: nn.Module, routing: torch.Tensor | None) -> Iterator[None]:
     """Replay `routing` in every forward pass, and recomputation of one, inside the block.
 
     `routing` is [tokens, MoE layers, top_k] expert numbers: the tokens that are computed, in row
-    order; the layers with experts in the order of their numbers (dense ones have no row). None replays nothing, for a microbatch of padding alone. The backward pass belongs
-    inside the block too: activation checkpointing runs the routers again.
+    order; the layers with experts in the order of their numbers (dense ones have no row). None
+    replays nothing, for a microbatch of padding alone. The backward pass belongs inside the block
+    too: activation checkpointing runs the routers again.
 
     Example:
         with replay(model, routing):  # [rows * length, MoE layers, top_k]
