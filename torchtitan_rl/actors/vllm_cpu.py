@@ -1,4 +1,4 @@
-"""vLLM on a CPU: its compiled kernels, which it chooses on GPUs only, in place of chains of small
+"""vLLM on a CPU: its compiled norms, which it chooses on GPUs only, in place of chains of small
 torch calls; and a sampler that does nothing for a token that nobody asks for.
 
 Imported in every process that has a part of the model, before it is built. For vLLM 0.32.
@@ -7,6 +7,7 @@ Imported in every process that has a part of the model, before it is built. For 
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from vllm.platforms import current_platform
 
@@ -53,14 +54,11 @@ class CpuRMSNorm(RMSNorm):
 
 @SiluAndMul.register_oot
 class CpuSiluAndMul(SiluAndMul):
-    """SwiGLU's product in one pass."""
+    """SwiGLU's product in two passes of torch: vLLM's kernel takes three times as long."""
 
     def forward_native(self, x: Tensor) -> Tensor:
-        if x.shape[-1] % (2 * VECTOR) or not x.is_contiguous():  # it knows no strides
-            return SiluAndMul.forward_native(x)
-        out = x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
-        torch.ops._C.silu_and_mul(out, x)
-        return out
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
 
 
 # ---- sampling ---------------------------------------------------------------------------------

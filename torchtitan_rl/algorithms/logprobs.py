@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from torchtitan_rl.platform.products import times_transposed
+
 PIECE_ELEMENTS = {"cpu": 2**23, "cuda": 2**27}
 """Logits in one piece: 32 MB in fp32 on a CPU; a GPU needs larger ones to be busy."""
 
@@ -90,7 +92,7 @@ def _pieces(tokens: int, weight: torch.Tensor, shard: VocabShard) -> Iterator[sl
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
     scale = temperatures.unsqueeze(-1)
     if hidden.dtype == torch.float32:  # hidden states are fewer than logits
-        return (hidden / scale) @ weight.T
+        return times_transposed(hidden / scale, weight)
     return (hidden @ weight.T).float().div_(scale)
 
 

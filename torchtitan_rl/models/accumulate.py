@@ -16,6 +16,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torchtitan.models.common import Embedding, Linear
 
+from torchtitan_rl.platform.products import times_transposed
+
 
 class AccumulatingLinear(Linear):
     """torchtitan's; without a bias its gradient is added in place."""
@@ -49,7 +51,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.weight = weight
-        return F.linear(x, weight)
+        return times_transposed(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
 
     @staticmethod
     @once_differentiable
@@ -57,7 +59,9 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         of_x, of_weight = ctx.needs_input_grad
         grads = grad.flatten(0, -2)
-        grad_x = (grads @ weight).unflatten(0, grad.shape[:-1]) if of_x else None
+        grad_x = None
+        if of_x:
+            grad_x = times_transposed(grads, weight.T).unflatten(0, grad.shape[:-1])
         if not of_weight:
             return grad_x, None
         rows = x.flatten(0, -2)
