@@ -123,7 +123,7 @@ def grpo_sum_digits_smollm2_135m() -> Controller.Config:
         trainer=Trainer.Config(
             optimizer=OptimizerConfig(lr=1e-5),
             lr_scheduler=constant_lr(warmup_steps=3),
-            tokens_per_microbatch=640,  # two groups: more would be faster by little, and need more
+            tokens_per_microbatch=320,  # a group: more would be faster by little, and need memory
             share_prompts=True,
         ),
         advantage=AdvantageConfig(name="grpo"),
