@@ -144,6 +144,7 @@ def grpo_jsonl() -> Controller.Config:
             sampling=SamplingConfig(n=8, max_tokens=64),
             engine=EngineConfig(max_model_len=512, kv_cache_gib=0.5),
         ),
+        trainer=replace(config.trainer, tokens_per_microbatch=640),
         evaluation=EvaluationConfig(every=10, prompts=50),
     )
 

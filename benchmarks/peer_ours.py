@@ -59,7 +59,7 @@ def recipe(
     share_prompts: bool = True,
     tokens_per_microbatch: int = 640,
 ) -> Controller.Config:
-    """As the recipes have it: 0 is all cores. peer_trl.OURS has what differs by model."""
+    """0 threads are all cores. peer_trl.OURS has what differs by model."""
     return Controller.Config(
         # The work: as theirs.
         model=work.model,

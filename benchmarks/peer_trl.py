@@ -54,8 +54,8 @@ OURS = {
     "135M": {"tokens_per_microbatch": 1280},
 }
 """What differs from peer_ours.recipe. The tiny model decodes faster on two cores apart, and its
-whole step fits in one pass. For 135M parameters the recipe's microbatches of 640 tokens take a
-twentieth longer and less memory; a second generator gained nothing, for 2 GB more."""
+whole step fits in one pass. For 135M parameters microbatches of 640 tokens take a twentieth longer
+and less memory; a second generator gained nothing, for 2 GB more."""
 KEEP_MEMORY = {
     name: value
     for name, value in worker_env(0, role="trainer").items()
