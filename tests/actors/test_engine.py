@@ -9,6 +9,7 @@ from torchtitan_rl.platform import worker_env
 SCRIPT = """
 import asyncio, sys
 from tests.actors.kernel_checks import check_kernels, check_model
+from tests.actors.sharing_checks import check_sharing
 from tests.support import small_engine
 from torchtitan_rl.actors.engine import Engine, EngineDiedError, SamplingConfig
 from torchtitan_rl.actors.vllm_worker import WorkerExtension
@@ -28,6 +29,8 @@ def tokens_so_far():
     return [requests[name].num_output_tokens for name in running] or [0]
 
 async def main():
+    await check_sharing(engine)
+
     # A short call does not wait for a long one: they share the batch.
     first = asyncio.create_task(engine.generate([[1, 2]], long, ["long"]))
     assert len(await engine.generate([[3]], short, ["short"])) == 1

@@ -18,6 +18,13 @@ def build_llm_engine(model: str, config: "EngineConfig", tensor_parallel: int) -
     from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
+    sharing = None
+    # Routing is recorded of tokens that are computed: of copied ones there is none.
+    if device_type() == "cpu" and not config.return_routed_experts:
+        from torchtitan_rl.actors.vllm_prompts import share_prompts
+
+        sharing = share_prompts()
+
     args = EngineArgs(
         model=model,
         dtype=resolve_dtype(config.dtype),
@@ -36,6 +43,7 @@ def build_llm_engine(model: str, config: "EngineConfig", tensor_parallel: int) -
         # On a CPU vLLM dies when it prefills a prompt with a seed in parts: it then sets back the
         # generator's offset, which a CPU's has not. Whole prompts always fit the batch.
         enable_chunked_prefill=device_type() != "cpu",
+        kv_transfer_config=sharing,
         trust_remote_code=False,
         **(engine_options() if config.return_routed_experts else {}),
     )

@@ -14,6 +14,9 @@ from vllm.platforms import current_platform
 # Else helpers are compiled when they are first used, for 4-24 s: before the engine's process
 # imports what has them. (Where several processes share a model, vLLM has imported some already.)
 type(current_platform).simple_compile_backend = "eager"
+# Attention is an operator of torch's, so that graphs can be cut there. Nothing is compiled here:
+# it is called as a function, which takes less time.
+type(current_platform).opaque_attention_op = classmethod(lambda _: False)
 
 # ruff: noqa: E402
 from vllm.model_executor.layers.activation import SiluAndMul
