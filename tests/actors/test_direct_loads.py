@@ -17,7 +17,9 @@ def write_llama(tiny_model, folder, **settings):
     """With a vocabulary that vLLM pads, and noise on all weights, so that none are alike."""
     shape = {k: v for k, v in TINY_QWEN3.items() if k not in ("architectures", "model_type")}
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**shape | {"vocab_size": 280} | settings))
+    model = LlamaForCausalLM(
+        LlamaConfig(**shape | {"vocab_size": 280, "num_hidden_layers": 2} | settings)
+    )
     for weight in model.parameters():
         weight.data += torch.randn_like(weight) * 0.06
     model.save_pretrained(folder)

@@ -69,5 +69,6 @@ def plan_direct_loads(model: nn.Module, loaded: OpenSnapshot) -> DirectLoader | 
         return None
     for module in model.modules():
         if type(module) is VocabParallelEmbedding:
-            module.cpu_linear = None  # vLLM has packed it too: as much memory again, for nothing
+            # vLLM has packed it too: as much memory again, for nothing.
+            module.cpu_linear = None  # type: ignore[assignment]
     return loader
