@@ -22,6 +22,9 @@ from torchtitan_rl.actors.engine import Engine, SamplingConfig
 from torchtitan_rl.weight_sync.handle import whole_tensors
 from torchtitan_rl.weight_sync.transport import make_publisher
 
+def loads_directly(worker):
+    return worker.direct is not None
+
 async def main(task, target):
     folder, schedule, ranks = pickle.load(open(task, "rb"))
     engine = await asyncio.to_thread(
@@ -36,6 +39,8 @@ async def main(task, target):
         made.append((handle.changed_since(served), [(c.token_ids, c.token_logprobs)
                      for c in completions]))
         served = handle
+    # Neither slices nor experts are loaded but by vLLM.
+    assert engine._engine.collective_rpc(loads_directly) == [False] * ranks
     pickle.dump(made, open(target, "wb"))
     engine.close()
 

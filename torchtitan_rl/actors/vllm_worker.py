@@ -18,6 +18,7 @@ from torchtitan_rl.weight_sync.reading import OpenSnapshot, open_snapshot
 
 if device_type() == "cpu":
     import torchtitan_rl.actors.vllm_cpu  # noqa: F401 - in every process that has a part of the model
+    from torchtitan_rl.actors.vllm_load import DirectLoader, plan_direct_loads
 
 
 class WorkerExtension:
@@ -26,6 +27,8 @@ class WorkerExtension:
     staged: OpenSnapshot | None = None
     served: WeightHandle | None = None
     """What the model's weights are; None: those of its folder."""
+    direct: "DirectLoader | None" = None
+    """Loads weights faster than vLLM, which has to load the first; None: it cannot."""
 
     def stage_weights(self, handle: WeightHandle) -> None:
         """Open and check a published snapshot. Nothing the model serves is touched."""
@@ -45,23 +48,34 @@ class WorkerExtension:
         self.staged = None
 
     def load_staged(self) -> None:
-        """Serve what was staged. vLLM's own loader takes this rank's slice of each tensor; what has
-        not changed is left as it is."""
+        """Serve what was staged; what has not changed is left as it is."""
         assert self.staged is not None
-        runner, config = self.model_runner, self.vllm_config  # type: ignore[attr-defined]
         handle = self.staged.handle
         names = handle.changed_since(self.served)
-        if names:
-            with set_current_vllm_config(config), torch.inference_mode():
-                _repack_experts(runner.get_model(), names)
-                runner.reload_weights(weights_iterator=self.staged.tensors(names))
-                # On a CPU fp32 Linears are packed at load. The reload repacks them, except a tied
-                # lm_head, which would silently go on serving the old weights.
-                for module in runner.get_model().modules() if names & _HEADS else ():
-                    if isinstance(module, ParallelLMHead):
-                        module.quant_method.process_weights_after_loading(module)
+        with torch.inference_mode():
+            if self.direct is not None and self.direct.fits(self.staged):
+                self.direct.load(self.staged, names)
+            elif names:
+                self._reload(self.staged, names)
         self.served = handle
         self.drop_staged()
+
+    def _reload(self, snapshot: OpenSnapshot, names: set[str]) -> None:
+        """vLLM's own loader takes this rank's slice of each tensor."""
+        runner, config = self.model_runner, self.vllm_config  # type: ignore[attr-defined]
+        model = runner.get_model()
+        self.direct = None  # it knew the model as it was
+        with set_current_vllm_config(config):
+            _repack_experts(model, names)
+            runner.reload_weights(weights_iterator=snapshot.tensors(names))
+            # On a CPU fp32 Linears are packed at load. The reload repacks them, except a tied
+            # lm_head, which would silently go on serving the old weights.
+            for module in model.modules() if names & _HEADS else ():
+                if isinstance(module, ParallelLMHead):
+                    module.quant_method.process_weights_after_loading(module)
+        alone = device_type() == "cpu" and config.parallel_config.world_size == 1
+        if alone and self.served is None:
+            self.direct = plan_direct_loads(model, snapshot)
         release_freed_memory()
 
     def record_routing(self) -> None:
