@@ -48,5 +48,9 @@ def build_llm_engine(model: str, config: "EngineConfig", tensor_parallel: int) -
         **(engine_options() if config.return_routed_experts else {}),
     )
     engine = LLMEngine.from_engine_args(args)
+    if device_type() == "cpu" and tensor_parallel == 1:
+        from torchtitan_rl.actors.vllm_layers import flatten_layers
+
+        engine.apply_model(flatten_layers)
     release_freed_memory()
     return engine
