@@ -9,8 +9,9 @@ The work is the same, and checked to be: one HF folder, the same prompts token f
 of 8 samples a step, 32 new tokens each (the model cannot end before: see `peer_work.endless`), one
 update with AdamW, GRPO's loss without a reference, float32, a reward that costs nothing. Each has
 both cores and the machine to itself, is started as a process of its own, and its first step does
-not count. This library runs before TRL and after it, so that a machine which slows down meanwhile
-favours neither; a step's time is the median of all.
+not count. They take turns, several times where that does not take long, and this library runs
+before and after each of TRL's runs: `speedup_vs_trl` compares a run with the two beside it (medians
+of their steps, then of the ratios), so that a machine which slows down meanwhile favours neither.
 
 TRL's settings are the best of what was tried: see peer_theirs.py. One of them, KEEP_MEMORY, is not
 TRL's own, and as it is installed it takes a quarter longer or more.
@@ -48,7 +49,8 @@ from torchtitan_rl.platform import worker_env
 HERE = Path(__file__).parent
 VENV = Path("outputs/benchmarks/trl-venv")
 PINS = ("trl==1.16.0", "transformers==5.19.0", "accelerate==1.15.0", "datasets==5.2.0")
-STEPS = {"tiny": 12, "135M": 3}
+STEPS = {"tiny": 20, "135M": 3}
+TURNS = {"tiny": 3, "135M": 1}
 OURS = {
     "tiny": {"replicas": 2, "generator_threads": 1, "tokens_per_microbatch": 16384},
     "135M": {"tokens_per_microbatch": 1280},
@@ -207,13 +209,13 @@ def compare(case: str, model: Path, python: Path, folder: Path) -> None:
     ours = [sys.executable, str(HERE / "peer_ours.py"), file, json.dumps(OURS[case])]
     theirs = [str(python), str(HERE / "peer_theirs.py"), file]
     offline = {"HF_HUB_OFFLINE": "1"}
+    ourselves = ("ours", ours, {})
+    turn = [
+        *(("TRL", theirs, offline), ourselves),
+        *(("TRL keeping memory", theirs, offline | KEEP_MEMORY), ourselves),
+    ]
     peak, runs = gemm_peak(), []
-    for side, command, env in (
-        ("ours", ours, {}),
-        ("TRL", theirs, offline),
-        ("TRL keeping memory", theirs, offline | KEEP_MEMORY),
-        ("ours", ours, {}),
-    ):
+    for side, command, env in [ourselves, *turn * TURNS[case]]:
         runs.append((side, measure(command, env)))
         note(f"{case}, {side}: {runs[-1][1]}")
     peak = max(peak, gemm_peak())
@@ -229,18 +231,28 @@ def compare(case: str, model: Path, python: Path, folder: Path) -> None:
         f"{case}: {statistics.mean(prompts):.1f} prompt tokens, {work.new_tokens} new ones, "
         f"{flops / 1e12:.3g} TFLOP a step; peak {peak / 1e9:.0f} GFLOP/s"
     )
-    seconds = {}
     for side in dict(runs):
         own = [run for name, run in runs if name == side]
-        seconds[side] = spent = statistics.median(s for run in own for s in run.seconds)
+        spent = statistics.median(s for run in own for s in run.seconds)
         name = f"{case}, {side}"
         report("peer_trl", "seconds_per_step", name, spent)
         report("peer_trl", "tokens_per_second", name, expected[0] / spent)
         report("peer_trl", "step_mfu", name, flops / spent / peak)
         report("peer_trl", "peak_memory_gb", name, max(run.memory for run in own) / 1e9)
-    report("peer_trl", "speedup_vs_trl", case, seconds["TRL"] / seconds["ours"])
-    kept = seconds["TRL keeping memory"] / seconds["ours"]
-    report("peer_trl", "speedup_vs_trl", f"{case}, TRL keeping memory", kept)
+    for side, name in {"TRL": case, "TRL keeping memory": f"{case}, TRL keeping memory"}.items():
+        ratios = speedups(runs, side)
+        note(f"{name}: {', '.join(f'{ratio:.2f}' for ratio in ratios)} times as fast")
+        report("peer_trl", "speedup_vs_trl", name, statistics.median(ratios))
+
+
+def speedups(runs: list[tuple[str, Measured]], side: str) -> list[float]:
+    """Of each run of a side, how much faster ours before and after it were."""
+    return [
+        statistics.median(runs[i][1].seconds)
+        / statistics.median(runs[i - 1][1].seconds + runs[i + 1][1].seconds)
+        for i, (name, _) in enumerate(runs)
+        if name == side
+    ]
 
 
 def real_model() -> Path:

@@ -1,5 +1,5 @@
-"""Weights that are loaded directly against vLLM's own reload; run in a process of its own, because
-vLLM patches the one it runs in.
+"""Weights that are loaded directly against vLLM's own reload, and layers as one function against
+vLLM's own; run in a process of its own, because vLLM patches the one it runs in.
 
     python -m tests.actors.direct_checks FOLDER...
 """
@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from tests.support import small_engine
 from torchtitan_rl.actors import vllm_worker
 from torchtitan_rl.actors.engine import Engine, SamplingConfig
+from torchtitan_rl.actors.vllm_layers import flatten_layers
 from torchtitan_rl.weight_sync.handle import Shard, merge_handles, whole_tensors
 from torchtitan_rl.weight_sync.transport import make_publisher
 
@@ -114,6 +115,19 @@ async def check_versions(served, folder):
     vllm_worker.plan_direct_loads = plan
 
 
+async def check_layers(served, folder):
+    """Layers as one function each, where they have no bias, compute what vLLM's own do."""
+    model = served.worker.model_runner.get_model()
+    flat = [layer for layer in model.model.layers if "forward" in vars(layer)]
+    assert len(flat) == (0 if "biased" in folder else len(model.model.layers))
+    made = await served.sample()
+    for layer in flat:
+        del layer.forward
+    served.engine._engine.reset_prefix_cache()
+    assert await served.sample() == made
+    flatten_layers(model)
+
+
 async def check_parts(served, folder):
     """Tensors that two ranks have halves of."""
     served.forget()
@@ -167,6 +181,7 @@ async def check_a_model_that_changes_weights_as_it_loads_them(served, folder):
 async def main(folders):
     for folder in folders:
         served = Served(folder)
+        await check_layers(served, folder)
         await check_versions(served, folder)
     # Of the last: it is the same for all.
     await check_parts(served, folder)

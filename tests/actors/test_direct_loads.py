@@ -33,7 +33,7 @@ def test_weights_loaded_directly_are_those_that_vllm_would_load(tiny_model, tmp_
         noisy_copy(tiny_model, tmp_path / "qwen3"),
         write_llama(tiny_model, tmp_path / "tied"),
         write_llama(
-            *(tiny_model, tmp_path / "untied"),
+            *(tiny_model, tmp_path / "untied, biased"),
             **{"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True},
         ),
     ]

@@ -25,10 +25,13 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
 
+from torchtitan_rl.platform.gloo import share_one_loop
+
 VECTOR = 16
 """Elements that a kernel takes at a time, at most: it refuses rows of another multiple."""
 
 current_platform.import_kernels()
+share_one_loop()
 
 
 @RMSNorm.register_oot

@@ -1,8 +1,8 @@
 """Layers of Llama and Qwen3 as one function each: for vLLM 0.32 on a CPU.
 
 While a small model decodes, more time goes to Python than to arithmetic, and much of that to calls
-of modules within modules. Here a layer calls its operations itself, the same ones in the same order:
-what comes out is the same to the bit.
+of modules within modules. Here a layer calls its operations itself, the same ones in the same
+order: what comes out is the same to the bit.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ def flatten_layers(model: nn.Module) -> None:
     """Of a model that vLLM has loaded in one process; layers that are not known here stay."""
     for layer in model.modules():
         if type(layer) in (LlamaDecoderLayer, Qwen3DecoderLayer) and _is_plain(layer):
-            layer.forward = flattened(layer)  # type: ignore[method-assign]
+            layer.forward = flattened(layer)
 
 
 def flattened(layer: Any) -> Layer:
@@ -66,8 +66,8 @@ def _way(module: CustomOp) -> Callable[..., Any]:
 
 
 def _is_plain(layer: Any) -> bool:
-    """Whether products are nothing but that: packed (the weight itself is then gone), not quantized,
-    without a bias."""
+    """Whether products are nothing but that: packed (the weight itself is then gone), without a
+    bias, not quantized."""
     return all(
         type(product.quant_method) is UnquantizedLinearMethod
         and product.bias is None
