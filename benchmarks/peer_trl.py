@@ -40,7 +40,7 @@ from typing import Any
 import psutil
 import torch
 from common import note, report
-from peer_work import WARM_UP, Work, endless, step_flops
+from peer_work import WARM_UP, Work, endless, speedups, step_flops
 
 from torchtitan_rl.models import smollm2
 from torchtitan_rl.models.tiny import write_tiny_model
@@ -240,19 +240,9 @@ def compare(case: str, model: Path, python: Path, folder: Path) -> None:
         report("peer_trl", "step_mfu", name, flops / spent / peak)
         report("peer_trl", "peak_memory_gb", name, max(run.memory for run in own) / 1e9)
     for side, name in {"TRL": case, "TRL keeping memory": f"{case}, TRL keeping memory"}.items():
-        ratios = speedups(runs, side)
+        ratios = speedups([(who, run.seconds) for who, run in runs], side)
         note(f"{name}: {', '.join(f'{ratio:.2f}' for ratio in ratios)} times as fast")
         report("peer_trl", "speedup_vs_trl", name, statistics.median(ratios))
-
-
-def speedups(runs: list[tuple[str, Measured]], side: str) -> list[float]:
-    """Of each run of a side, how much faster ours before and after it were."""
-    return [
-        statistics.median(runs[i][1].seconds)
-        / statistics.median(runs[i - 1][1].seconds + runs[i + 1][1].seconds)
-        for i, (name, _) in enumerate(runs)
-        if name == side
-    ]
 
 
 def real_model() -> Path:

@@ -3,6 +3,7 @@ environment imports it too, and has nothing of this library."""
 
 import json
 import random
+import statistics
 import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -83,6 +84,21 @@ def endless(source: Path, target: Path) -> Path:
         (target / name).unlink()
         (target / name).write_text(json.dumps(content))
     return target
+
+
+def speedups(runs: list[tuple[str, list[float]]], side: str) -> list[float]:
+    """Of each run of a side, how much faster the runs before and after it were, by the medians of
+    their seconds a step.
+
+    Example:
+        >>> speedups([("ours", [1.0]), ("TRL", [4.0]), ("ours", [3.0])], "TRL")
+        [2.0]
+    """
+    return [
+        statistics.median(runs[i][1]) / statistics.median(runs[i - 1][1] + runs[i + 1][1])
+        for i, (name, _) in enumerate(runs)
+        if name == side
+    ]
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Samples that share their prompt against samples that each compute it; called where vLLM may be
 imported."""
 
-from contextlib import contextmanager
+import asyncio
+from contextlib import contextmanager, nullcontext
 from unittest.mock import patch
 
 from torchtitan_rl.actors.engine import Engine
@@ -11,6 +12,7 @@ from torchtitan_rl.types import Completion
 
 BLOCK = 32
 SEVERAL = SamplingConfig(n=6, max_tokens=5)
+NOTHING_IS_SHARED = patch.object(PromptSharing, "get_num_new_matched_tokens", lambda *_: (0, False))
 
 
 async def check_sharing(engine: Engine) -> None:
@@ -27,6 +29,32 @@ async def check_sharing(engine: Engine) -> None:
     many = engine._config.max_num_seqs + 8
     computed = await _check_same(engine, [_prompt(40)], SamplingConfig(n=many, max_tokens=5))
     assert computed in [BLOCK + steps * 8 + many - steps for steps in (2, 3, 4, 5)], computed
+    await _check_resumed(engine)
+
+
+async def _check_resumed(engine: Engine) -> None:
+    """Requests that start again half-way, as when weights are swapped, share what they have by then
+    if it is the same."""
+    greedy = SamplingConfig(n=1, max_tokens=60, temperature=0.0)
+    prompts, names = [_prompt(40)] * 4, ["a", "b", "c", "d"]
+    straight = await engine.generate(prompts, greedy, names)
+    with _counted(engine) as tokens:
+        call = asyncio.create_task(engine.generate(prompts, greedy, names))
+        while len(tokens) < 20:
+            await asyncio.sleep(0.001)
+        await engine._between_steps(
+            lambda: engine._engine.reset_prefix_cache(reset_running_requests=True)
+        )
+        resumed = await call
+    again = max(tokens[2:])
+    assert 20 < again - 3 < len(prompts[0]) + 60, tokens  # one computed it, three the last token
+    for one, other in zip(straight, resumed, strict=True):
+        assert one.token_ids == other.token_ids
+        assert max(map(_apart, one.token_logprobs, other.token_logprobs)) < 1e-4
+
+
+def _apart(one: float, other: float) -> float:
+    return abs(one - other)
 
 
 async def _check_same(engine: Engine, prompts: list[list[int]], sampling: SamplingConfig) -> int:
@@ -34,7 +62,7 @@ async def _check_same(engine: Engine, prompts: list[list[int]], sampling: Sampli
     made, computed = [], []
     for shares in (False, True):
         await engine._between_steps(engine._engine.reset_prefix_cache)
-        with _counted(engine) as tokens, patch.object(PromptSharing, "shares", shares):
+        with _counted(engine) as tokens, nullcontext() if shares else NOTHING_IS_SHARED:
             names = [f"shared/{number}" for number in range(len(prompts))]
             made.append(await engine.generate(prompts, sampling, names))
         computed.append(sum(tokens))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.peer_work import Work, endless, step_flops
+from benchmarks.peer_work import Work, endless, speedups, step_flops
 from torchtitan_rl.models.tiny import write_tiny_model
 
 
@@ -44,3 +44,13 @@ def test_a_completion_never_ends_and_prompts_stay_as_they_were(folder, tmp_path)
     messages = Work(model="", steps=1).messages(0)
     shown = [t.apply_chat_template(messages, add_generation_prompt=True) for t in (before, after)]
     assert shown[0]["input_ids"] == shown[1]["input_ids"]
+
+
+def test_a_run_is_compared_with_the_two_beside_it():
+    """Here the machine slows down to half its speed meanwhile, and once has a hiccup."""
+    runs = [
+        *(("ours", [1.0, 1.0, 9.0]), ("TRL", [3.0, 30.0, 3.0]), ("ours", [1.0, 1.0, 1.0])),
+        *(("kept", [2.0, 2.0]), ("ours", [2.0, 2.0, 2.0]), ("TRL", [6.0]), ("ours", [2.0])),
+    ]
+    assert speedups(runs, "TRL") == [3.0, 3.0]
+    assert speedups(runs, "kept") == [pytest.approx(2 / 1.5)]

@@ -48,7 +48,8 @@ class EngineConfig:
     max_num_batched_tokens: int = 8192
     """Most tokens in one engine step; bounds how many prompts are prefilled together."""
     block_size: int = 32
-    """Tokens per KV-cache block; prompts shorter than a block are never prefix-cached."""
+    """Tokens per KV-cache block. What does not fill one is never prefix-cached; on a CPU, samples
+    of a prompt that start together share it all the same."""
     kv_cache_gib: float = 0.5
     """Memory of the KV cache."""
     enforce_eager: bool = False
@@ -186,10 +187,11 @@ class Engine:
             self._open.set()
 
     def close(self) -> None:
-        """Stop the thread; whoever still waits, or asks later, gets an error."""
+        """Stop the thread and vLLM; whoever still waits, or asks later, gets an error."""
         self._commands.put(None)
         self._thread.join()
         self._answer_late_commands()
+        self._engine.engine_core.shutdown()
 
     async def _between_steps(self, command: Callable[[], Any]) -> Any:
         return await asyncio.wrap_future(self._submit(command))

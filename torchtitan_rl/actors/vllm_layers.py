@@ -68,7 +68,7 @@ def _way(module: CustomOp) -> Callable[..., Any]:
 def _is_plain(layer: Any) -> bool:
     """Whether products are nothing but that: packed (the weight itself is then gone), without a
     bias, not quantized."""
-    return all(
+    return isinstance(layer.self_attn.rotary_emb, CustomOp) and all(
         type(product.quant_method) is UnquantizedLinearMethod
         and product.bias is None
         and not product.weight.numel()

@@ -4,6 +4,7 @@ vLLM's own `reload_weights` takes a model apart and puts it together again, whic
 times as long as to copy and pack its weights.
 """
 
+import logging
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -12,6 +13,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 
 from torchtitan_rl.actors.vllm_places import NotPlainError, Place, find_places
 from torchtitan_rl.weight_sync.reading import OpenSnapshot
+
+_log = logging.getLogger(__name__)
 
 
 class DirectLoader:
@@ -63,9 +66,11 @@ def plan_direct_loads(model: nn.Module, loaded: OpenSnapshot) -> DirectLoader | 
     """Of what comes after a snapshot that vLLM has just loaded; None if only vLLM can load that."""
     try:
         loader = DirectLoader(find_places(model))
-    except NotPlainError:
+    except NotPlainError as why:
+        _log.info("vLLM goes on loading weights, because of %s", why)
         return None
     if not loader.fits(loaded) or not loader.agrees(loaded):
+        _log.info("vLLM goes on loading weights: it makes others of those that are published")
         return None
     for module in model.modules():
         if type(module) is VocabParallelEmbedding:

@@ -44,9 +44,6 @@ class PromptSharing(KVConnectorBase_V1):
         share its first block, copy its second, and compute the last token, to sample from it
     """
 
-    shares = True
-    """False: each computes its own, as without it. To compare the two."""
-
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         if vllm_config.scheduler_config.enable_chunked_prefill:
@@ -65,7 +62,7 @@ class PromptSharing(KVConnectorBase_V1):
         """All but the last token, from which the next one is sampled."""
         tokens = request.num_tokens
         lacks_one_block = num_computed_tokens >= self._last_block(tokens) * self._block_size
-        if self.shares and lacks_one_block and tuple(request.all_token_ids) in self._first:
+        if lacks_one_block and tuple(request.all_token_ids) in self._first:
             return tokens - 1 - num_computed_tokens, False
         return 0, False
 
@@ -89,6 +86,8 @@ class PromptSharing(KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """By layer, [blocks, ...]."""
+        if self._caches:  # vLLM has one connector for all engines of a process
+            raise RuntimeError("there can be one engine in a process: close the other one first")
         self._caches = kv_caches
 
     def has_connector_metadata(self) -> bool:

@@ -74,8 +74,9 @@ class WorkerExtension:
                 if isinstance(module, ParallelLMHead):
                     module.quant_method.process_weights_after_loading(module)
         alone = device_type() == "cpu" and config.parallel_config.world_size == 1
-        if alone and self.served is None:
+        if alone and self.served is None:  # so that all weights are the snapshot's
             self.direct = plan_direct_loads(model, snapshot)
+        # Not after a direct load: the next one needs the same memory, and soon.
         release_freed_memory()
 
     def record_routing(self) -> None:

@@ -1,6 +1,7 @@
 """Process groups by gloo, in a process that has many."""
 
 import functools
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -25,7 +26,8 @@ def share_one_loop() -> None:
         timeout: Any = timedelta(minutes=30),
     ) -> None:
         options = timeout  # which may stand in its place
-        if isinstance(timeout, timedelta):
+        # Who names a network card gets torch's own way, which knows that name.
+        if isinstance(timeout, timedelta) and not os.environ.get("GLOO_SOCKET_IFNAME"):
             options = gloo._Options()
             options._devices = [_device()]
             options._timeout = timeout
