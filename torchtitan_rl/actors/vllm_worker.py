@@ -21,6 +21,10 @@ if device_type() == "cpu":
     from torchtitan_rl.actors.vllm_load import DirectLoader, plan_direct_loads
 
 
+LARGE = 2**26
+"""Bytes of weights whose memory is worth giving back."""
+
+
 class WorkerExtension:
     """Mixed into vLLM's worker class (`worker_extension_cls`), one per tensor-parallel rank."""
 
@@ -59,6 +63,10 @@ class WorkerExtension:
                 self._reload(self.staged, names)
         self.served = handle
         self.drop_staged()
+        # Packed matrices do not fit where the ones before them were. A small model's may stay: to
+        # fault pages in again takes as long as to load it.
+        if handle.nbytes >= LARGE:
+            release_freed_memory()
 
     def _reload(self, snapshot: OpenSnapshot, names: set[str]) -> None:
         """vLLM's own loader takes this rank's slice of each tensor."""
@@ -76,8 +84,6 @@ class WorkerExtension:
         alone = device_type() == "cpu" and config.parallel_config.world_size == 1
         if alone and self.served is None:  # so that all weights are the snapshot's
             self.direct = plan_direct_loads(model, snapshot)
-        # Not after a direct load: the next one needs the same memory, and soon.
-        release_freed_memory()
 
     def record_routing(self) -> None:
         """From now on, remember the experts every token goes to."""
