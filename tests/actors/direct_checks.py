@@ -7,6 +7,7 @@ vLLM's own; run in a process of its own, because vLLM patches the one it runs in
 import asyncio
 import sys
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -178,6 +179,12 @@ async def check_a_model_that_changes_weights_as_it_loads_them(served, folder):
     inside.load_weights = load_weights
 
 
+def check_a_second_engine(folder):
+    """It would share the first one's connector, and copy prompts within the wrong cache."""
+    with pytest.raises(RuntimeError, match="one engine in a process"):
+        Engine(str(folder), small_engine(), seed=0)
+
+
 async def main(folders):
     for folder in folders:
         served = Served(folder)
@@ -187,6 +194,7 @@ async def main(folders):
             await check_parts(served, folder)
             await check_other_dtypes(served, folder)
             await check_a_model_that_changes_weights_as_it_loads_them(served, folder)
+            check_a_second_engine(folder)
         served.engine.close()
 
 
