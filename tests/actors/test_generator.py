@@ -1,7 +1,10 @@
 """The generator on the real engine, through Monarch."""
 
 import math
+import os
+from pathlib import Path
 
+import psutil
 import pytest
 from monarch.actor import ActorError
 
@@ -21,6 +24,24 @@ async def generator(tiny_model):
     spawned = await spawn_generator(config, model=str(tiny_model), seed=5)
     yield spawned.actor
     await spawned.stop()
+
+
+async def test_a_killed_generator_leaves_no_lock_behind(generator):
+    """A lock that has a name in /dev/shm while it is used would stay there."""
+    await generator.generate.call_one([PROMPT])
+    family = psutil.Process().children(recursive=True)
+    workers = [process for process in family if "worker_main" in process.cmdline()[-1]]
+    assert workers
+    lines = [
+        line.split()
+        for worker in workers
+        for line in Path(f"/proc/{worker.pid}/maps").read_text().splitlines()
+        if "/dev/shm/" in line
+    ]
+    # By their inodes: a lock is made under another name than it has.
+    assert {int(line[4]) for line in lines}.isdisjoint(
+        file.inode() for file in os.scandir("/dev/shm")
+    )
 
 
 async def test_completions_are_flat_and_ordered_by_prompt_then_sample(generator):

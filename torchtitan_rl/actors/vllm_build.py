@@ -1,6 +1,9 @@
 """How vLLM is set up: the settings every run needs, and why."""
 
+import contextlib
+import multiprocessing
 import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_rl.actors.routing import engine_options
@@ -47,10 +50,24 @@ def build_llm_engine(model: str, config: "EngineConfig", tensor_parallel: int) -
         trust_remote_code=False,
         **(engine_options() if config.return_routed_experts else {}),
     )
-    engine = LLMEngine.from_engine_args(args)
+    with _unnamed_locks():
+        engine = LLMEngine.from_engine_args(args)
     if device_type() == "cpu" and tensor_parallel == 1:
         from torchtitan_rl.actors.vllm_layers import flatten_layers
 
         engine.apply_model(flatten_layers)
     release_freed_memory()
     return engine
+
+
+@contextlib.contextmanager
+def _unnamed_locks() -> Iterator[None]:
+    """Locks that vLLM and tqdm make meanwhile have no name in /dev/shm, where they would stay when
+    this process is killed. Monarch's workers start processes by `spawn`, which needs the names;
+    these locks are for processes that vLLM starts in its own way, if at all."""
+    method = multiprocessing.get_start_method()
+    multiprocessing.set_start_method("fork", force=True)
+    try:
+        yield
+    finally:
+        multiprocessing.set_start_method(method, force=True)
