@@ -24,7 +24,7 @@ train: install ## Train: make train CONFIG=<recipe> ARGS='--steps 20'
 	@exec $(PY) -m torchtitan_rl.train --config $(CONFIG) $(ARGS)
 
 model: install ## Make SmolLM2-135M-Instruct, a small real model, in outputs/models; fetches 90 MB once.
-	@exec $(PY) -m torchtitan_rl.models.smollm2 $(ARGS)
+	@exec $(PY) -m torchtitan_rl.models.makers.smollm2 $(ARGS)
 
 test: install ## Lint, format check, type check, tests and docs: make test ARGS='-k name'
 	@$(PY) -m ruff check .

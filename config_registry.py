@@ -6,23 +6,23 @@ command line. Put a `config_registry.py` of your own in the folder you work in.
 
 from dataclasses import replace
 
-from torchtitan_rl.actors.engine import EngineConfig, SamplingConfig
 from torchtitan_rl.actors.generator import VLLMGenerator
 from torchtitan_rl.actors.trainer import OptimizerConfig, Trainer, annealed_lr, constant_lr
 from torchtitan_rl.algorithms.advantage import AdvantageConfig
 from torchtitan_rl.algorithms.echo import EchoConfig, ToolEcho
 from torchtitan_rl.algorithms.objective import LossConfig
-from torchtitan_rl.config import CheckpointConfig, EvaluationConfig
-from torchtitan_rl.controller import Controller
-from torchtitan_rl.models import smollm2
-from torchtitan_rl.models.mesh import Parallelism
-from torchtitan_rl.rollout import RolloutConfig
+from torchtitan_rl.config.parallelism import Parallelism
+from torchtitan_rl.config.run import CheckpointConfig, EvaluationConfig
+from torchtitan_rl.engines.vllm.engine import EngineConfig, SamplingConfig
+from torchtitan_rl.models.makers import smollm2
+from torchtitan_rl.rollout.loop import RolloutConfig
+from torchtitan_rl.run.controller import Controller
+from torchtitan_rl.run.warm_start import WarmStartConfig
 from torchtitan_rl.tasks.calculator import Calculator
 from torchtitan_rl.tasks.jsonl import Jsonl
 from torchtitan_rl.tasks.mixture import Mixture
 from torchtitan_rl.tasks.spelling import Spelling
 from torchtitan_rl.tasks.sum_digits import SumDigits
-from torchtitan_rl.warm_start import WarmStartConfig
 
 
 def grpo_sum_digits_tiny() -> Controller.Config:

@@ -21,9 +21,9 @@ from pathlib import Path
 from rich.table import Table
 
 from torchtitan_rl.algorithms.policy_loss import LOSSES
+from torchtitan_rl.core.plugins import nearest
 from torchtitan_rl.observability.console import console
 from torchtitan_rl.observability.sinks import read_metrics
-from torchtitan_rl.plugins import nearest
 
 FLAVOR_TIMEOUT_SECONDS = 280
 """Just under the limit of the test that runs a flavor, so that the flavor's message is seen."""

@@ -16,15 +16,15 @@ from pathlib import Path
 
 from common import note, report
 
-from torchtitan_rl.actors.engine import EngineConfig
 from torchtitan_rl.actors.generator import VLLMGenerator
 from torchtitan_rl.actors.simulated import SimulatedGenerator, SimulatedTrainer
-from torchtitan_rl.actors.spawn import end_all_processes
 from torchtitan_rl.actors.trainer import Trainer
-from torchtitan_rl.config import CheckpointConfig, EvaluationConfig
-from torchtitan_rl.controller import Controller
-from torchtitan_rl.models.tiny import write_tiny_model
-from torchtitan_rl.sampling import SamplingConfig
+from torchtitan_rl.config.run import CheckpointConfig, EvaluationConfig
+from torchtitan_rl.config.sampling import SamplingConfig
+from torchtitan_rl.engines.vllm.engine import EngineConfig
+from torchtitan_rl.models.makers.tiny import write_tiny_model
+from torchtitan_rl.run.controller import Controller
+from torchtitan_rl.supervision.spawn import end_all_processes
 from torchtitan_rl.tasks.task import Example, Task
 
 STEPS = 20

@@ -6,8 +6,8 @@ import time
 
 from monarch.actor import concurrent_endpoint
 
-from torchtitan_rl.actors.engine import SamplingConfig
 from torchtitan_rl.actors.generator import VLLMGenerator
+from torchtitan_rl.engines.vllm.engine import SamplingConfig
 
 
 class BareGenerator(VLLMGenerator):

@@ -3,9 +3,9 @@
 import json
 import sys
 
-from torchtitan_rl import recipes
-from torchtitan_rl.controller import Controller
 from torchtitan_rl.observability.console import console
+from torchtitan_rl.run import registry as recipes
+from torchtitan_rl.run.controller import Controller
 
 console.file = sys.stderr
 

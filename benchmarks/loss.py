@@ -18,7 +18,7 @@ import psutil
 import torch
 from common import note, report
 
-from torchtitan_rl.algorithms.logprobs import chosen_logprobs
+from torchtitan_rl.models.logprobs import chosen_logprobs
 
 POSITIONS, DIM, VOCAB = 2048, 576, 49152
 ROUNDS = 7

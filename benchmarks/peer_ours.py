@@ -15,15 +15,15 @@ from typing import Any
 from common import note
 from peer_work import Work, reward
 
-from torchtitan_rl.actors.engine import EngineConfig
 from torchtitan_rl.actors.generator import VLLMGenerator
-from torchtitan_rl.actors.spawn import end_all_processes
 from torchtitan_rl.actors.trainer import OptimizerConfig, Trainer
 from torchtitan_rl.algorithms.advantage import AdvantageConfig
-from torchtitan_rl.config import CheckpointConfig, EvaluationConfig
-from torchtitan_rl.controller import Controller
-from torchtitan_rl.models.render import ChatRenderer
-from torchtitan_rl.sampling import SamplingConfig
+from torchtitan_rl.config.run import CheckpointConfig, EvaluationConfig
+from torchtitan_rl.config.sampling import SamplingConfig
+from torchtitan_rl.engines.vllm.engine import EngineConfig
+from torchtitan_rl.rollout.renderer import ChatRenderer
+from torchtitan_rl.run.controller import Controller
+from torchtitan_rl.supervision.spawn import end_all_processes
 from torchtitan_rl.tasks.task import Example, Task
 
 PHASES = ("generate", "grade", "train", "sync")

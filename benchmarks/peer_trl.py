@@ -42,8 +42,8 @@ import torch
 from common import note, report
 from peer_work import WARM_UP, Work, endless, speedups, step_flops
 
-from torchtitan_rl.models import smollm2
-from torchtitan_rl.models.tiny import write_tiny_model
+from torchtitan_rl.models.makers import smollm2
+from torchtitan_rl.models.makers.tiny import write_tiny_model
 from torchtitan_rl.platform import worker_env
 
 HERE = Path(__file__).parent

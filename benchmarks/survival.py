@@ -15,11 +15,11 @@ from pathlib import Path
 from async_overlap import Coins
 from common import note, report, tiny_recipe
 
-from torchtitan_rl.actors.spawn import end_all_processes
-from torchtitan_rl.config import CheckpointConfig, EvaluationConfig
-from torchtitan_rl.controller import Controller
-from torchtitan_rl.models.tiny import write_tiny_model
-from torchtitan_rl.observability.jsonl import read_lines
+from torchtitan_rl.config.run import CheckpointConfig, EvaluationConfig
+from torchtitan_rl.models.makers.tiny import write_tiny_model
+from torchtitan_rl.observability.json_lines import read_lines
+from torchtitan_rl.run.controller import Controller
+from torchtitan_rl.supervision.spawn import end_all_processes
 
 KILLS = 5
 MOST_STEPS = 500

@@ -23,8 +23,8 @@ from async_overlap import real_recipe, run, write_real_model
 from common import note, report
 from weight_movers import ROUNDS, SIZES, Reader, Writer
 
-from torchtitan_rl.actors.spawn import end_all_processes, spawn
 from torchtitan_rl.platform import worker_env
+from torchtitan_rl.supervision.spawn import end_all_processes, spawn
 
 
 async def through(writer: Any, reader: Any, transport: str, *, checksums: bool) -> list[float]:

@@ -8,7 +8,7 @@ It is found because it lies beside the file of the recipe; in the folder you are
 
 from collections.abc import Sequence
 
-from torchtitan_rl.types import ScoredCompletion
+from torchtitan_rl.core.types import ScoredCompletion
 
 
 def ranks(group: Sequence[ScoredCompletion], *, scale: float = 1.0) -> list[float]:

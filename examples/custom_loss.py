@@ -7,7 +7,7 @@
 import torch
 
 from torchtitan_rl.algorithms.policy_loss import LossInputs, LossOutput, ratio_of, required
-from torchtitan_rl.observability.metrics import Distribution
+from torchtitan_rl.core.metrics import Distribution
 
 
 def tapered(inputs: LossInputs, *, most: float = 1.0) -> LossOutput:

@@ -6,7 +6,7 @@
 from dataclasses import dataclass, replace
 
 from config_registry import grpo_sum_digits_tiny
-from torchtitan_rl.controller import Controller
+from torchtitan_rl.run.controller import Controller
 from torchtitan_rl.tasks.questions import QuestionTask
 
 

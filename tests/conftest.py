@@ -6,18 +6,19 @@ from pathlib import Path
 import pytest
 
 from tests.models.support import noisy_copy
-from torchtitan_rl.models.tiny import write_tiny_model
+from torchtitan_rl.models.makers.tiny import write_tiny_model
 
 # Where pytest runs in the background of a shell, Ctrl-C is ignored, and so by whatever it starts.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LONGEST = (
-    *("runs/test_whole_runs.py", "test_readme.py", "examples", "actors/test_trainer.py"),
-    *("actors/test_partial_pulls.py", "test_graders.py", "actors/test_routing.py"),
-    *("runs/test_async_runs.py", "runs/test_tool_runs.py", "runs/test_integration.py"),
-    *("test_warm_start.py", "models/test_shards.py", "runs", "actors", "weight_sync"),
-    *("test_generators.py", "test_rollout.py", "models", "view", "test_docs.py"),
+    *("run/test_whole_runs.py", "test_readme.py", "examples", "actors/test_trainer.py"),
+    *("engines/vllm/test_partial_pulls.py", "supervision/test_graders.py"),
+    *("engines/vllm/test_routing.py", "run/test_async_runs.py", "run/test_tool_runs.py"),
+    *("run/test_integration.py", "run/test_warm_start.py", "models/test_shards.py", "run"),
+    *("actors", "engines", "weight_sync", "supervision/test_generators.py"),
+    *("rollout/test_loop.py", "models", "view", "test_docs.py"),
 )
 """Files and folders that take longest, the longest first. Else one process would be left alone with
 one of them at the end."""

@@ -9,10 +9,10 @@ from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionErr
 from monarch.actor import ActorError
 
 from tests.virtual_time import run
-from torchtitan_rl.actors.engine import EngineDiedError
-from torchtitan_rl.generators import Generators
-from torchtitan_rl.sampling import SamplingConfig
-from torchtitan_rl.types import Completion
+from torchtitan_rl.config.sampling import SamplingConfig
+from torchtitan_rl.core.types import Completion
+from torchtitan_rl.engines.vllm.engine import EngineDiedError
+from torchtitan_rl.supervision.generators import Generators
 from torchtitan_rl.weight_sync.handle import WeightHandle
 
 DEADLINE = 10.0

@@ -13,8 +13,8 @@ import pytest
 from bs4 import BeautifulSoup
 
 from tests.pages import PAGES, ROOT
-from torchtitan_rl import recipes
-from torchtitan_rl.controller import Controller
+from torchtitan_rl.run import registry as recipes
+from torchtitan_rl.run.controller import Controller
 
 sys.path.append(str(ROOT / "docs" / "_ext"))
 import config_fields

@@ -30,7 +30,7 @@ def test_no_file_is_longer_than_400_lines(path):
 
 
 PURE = ("types", "algorithms", "batching", "plugins")
-IMPURE = ("monarch", "vllm", "torchtitan_rl.actors", "torchtitan_rl.controller")
+IMPURE = ("monarch", "vllm", "torchtitan_rl.actors", "torchtitan_rl.run.controller")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_rl.observability.jsonl import write_lines
+from torchtitan_rl.observability.json_lines import write_lines
 
 ROOT = Path(__file__).parents[1]
 

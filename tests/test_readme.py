@@ -14,12 +14,13 @@ import pytest
 import torch
 
 from tests.pages import BLOCKS, PAGES, ROOT, TEXT, block, command, run_block
-from torchtitan_rl import recipes, train
+from torchtitan_rl import train
 from torchtitan_rl.algorithms.objective import LossConfig, objective
 from torchtitan_rl.algorithms.policy_loss import LossInputs
+from torchtitan_rl.core.types import Completion, Rollout
 from torchtitan_rl.observability.sinks import read_metrics
-from torchtitan_rl.types import Completion, Rollout
-from torchtitan_rl.warm_start import WarmStartConfig
+from torchtitan_rl.run import registry as recipes
+from torchtitan_rl.run.warm_start import WarmStartConfig
 
 RECIPES = recipes.find_recipes(recipes.load_module(str(ROOT / "config_registry.py")))
 

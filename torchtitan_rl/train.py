@@ -25,15 +25,15 @@ from monarch.actor import ActorError
 from rich.markup import escape
 from rich.table import Table
 
-from torchtitan_rl import recipes
-from torchtitan_rl.actors.spawn import adopt_orphans, end_all_processes
-from torchtitan_rl.controller import Controller
-from torchtitan_rl.models import smollm2
-from torchtitan_rl.models.tiny import write_tiny_model
+from torchtitan_rl.core.waiting import Interrupted
+from torchtitan_rl.models.makers import smollm2
+from torchtitan_rl.models.makers.tiny import write_tiny_model
 from torchtitan_rl.observability.console import console, error_console, print_summary
 from torchtitan_rl.observability.run_folder import RunFolder
-from torchtitan_rl.waiting import Interrupted
-from torchtitan_rl.warm_start import check_demonstrations, ensure_starting_model
+from torchtitan_rl.run import registry as recipes
+from torchtitan_rl.run.controller import Controller
+from torchtitan_rl.run.warm_start import check_demonstrations, ensure_starting_model
+from torchtitan_rl.supervision.spawn import adopt_orphans, end_all_processes
 
 GRACE_SECONDS = 1.5
 """After Ctrl-C: time to finish the training step under way and to save."""
@@ -135,7 +135,7 @@ def ensure_small_model(config: Controller.Config) -> bool:
     if not smollm2.why_to_make(Path(config.model)):
         return True
     # By a process of its own: this one would keep what it imports, 0.5 GB, for the whole run.
-    make = [sys.executable, "-m", "torchtitan_rl.models.smollm2", "--folder", config.model]
+    make = [sys.executable, "-m", "torchtitan_rl.models.makers.smollm2", "--folder", config.model]
     return subprocess.run(make).returncode == 0
 
 

@@ -12,7 +12,7 @@ from config_fields import MISSING, Field, is_union, section_doc, variants, walk
 
 import torchtitan_rl.actors.simulated  # noqa: F401  whose configs are variants
 from torchtitan_rl import tasks
-from torchtitan_rl.controller import Controller
+from torchtitan_rl.run.controller import Controller
 
 OFF = """ Off by default, and only there to be changed from the command line if the recipe has
 switched it on."""

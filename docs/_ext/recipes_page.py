@@ -8,8 +8,8 @@ from typing import Any
 from config_fields import MISSING, default_of
 from config_page import shown, text
 
-from torchtitan_rl.controller import Controller
-from torchtitan_rl.recipes import find_recipes, first_line, load_module
+from torchtitan_rl.run.controller import Controller
+from torchtitan_rl.run.registry import find_recipes, first_line, load_module
 
 ROOT = Path(__file__).parents[2]
 

@@ -6,10 +6,10 @@ import signal
 
 import pytest
 
-from tests.actors.tricky_tools import Secret, Several, Tricky, ended, until
+from tests.tasks.tricky_tools import Secret, Several, Tricky, ended, until
 from torchtitan_rl.actors.environment import Environment, Request, Response
-from torchtitan_rl.actors.spawn import spawn_environment
-from torchtitan_rl.tasks.tools import ToolCall
+from torchtitan_rl.supervision.spawn import spawn_environment
+from torchtitan_rl.tasks.tools.tool import ToolCall
 
 MAX_CHARS = 2000
 TIMEOUT = 2.0

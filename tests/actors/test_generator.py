@@ -9,9 +9,9 @@ import pytest
 from monarch.actor import ActorError
 
 from tests.support import small_engine
-from torchtitan_rl.actors.engine import SamplingConfig, sample_seed
 from torchtitan_rl.actors.generator import VLLMGenerator
-from torchtitan_rl.actors.spawn import spawn_generator
+from torchtitan_rl.engines.vllm.engine import SamplingConfig, sample_seed
+from torchtitan_rl.supervision.spawn import spawn_generator
 
 PROMPT = list(range(40))  # longer than a KV block, so that its prefix is cached
 

@@ -5,11 +5,11 @@ from monarch.actor import ActorError
 
 from tests.low_tokens import LowTokens
 from torchtitan_rl.actors.grader import Grader, RewardError, Ungraded
-from torchtitan_rl.actors.spawn import spawn_grader
+from torchtitan_rl.core.types import Completion
+from torchtitan_rl.supervision.spawn import spawn_grader
 from torchtitan_rl.tasks.answers import AnswerReward
 from torchtitan_rl.tasks.jsonl import Jsonl
 from torchtitan_rl.tasks.sum_digits import SumDigits
-from torchtitan_rl.types import Completion
 
 
 def completion(text: str, token_ids: tuple[int, ...] = (1, 200)) -> Completion:

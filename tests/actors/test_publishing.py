@@ -7,11 +7,11 @@ import torch
 
 from tests.actors.slow_trainer import SECONDS, SlowTrainer
 from tests.support import episode
-from torchtitan_rl.actors.spawn import per_rank, spawn_trainer
 from torchtitan_rl.actors.trainer import OptimizerConfig
 from torchtitan_rl.batching.grid import make_grid
-from torchtitan_rl.models.mesh import Parallelism
-from torchtitan_rl.observability.metrics import flatten, merge_metrics
+from torchtitan_rl.config.parallelism import Parallelism
+from torchtitan_rl.core.metrics import flatten, merge_metrics
+from torchtitan_rl.supervision.spawn import per_rank, spawn_trainer
 from torchtitan_rl.weight_sync.handle import merge_handles
 from torchtitan_rl.weight_sync.reading import open_snapshot
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from tests.support import low_tokens
-from torchtitan_rl.actors.engine import EngineConfig
 from torchtitan_rl.actors.simulated import SimulatedGenerator, SimulatedTrainer
-from torchtitan_rl.actors.spawn import spawn_generator
-from torchtitan_rl.controller import Controller
-from torchtitan_rl.sampling import SamplingConfig
-from torchtitan_rl.waiting import WorkerDiedError, answer
+from torchtitan_rl.config.sampling import SamplingConfig
+from torchtitan_rl.engines.vllm.engine import EngineConfig
+from torchtitan_rl.run.controller import Controller
+from torchtitan_rl.supervision.calls import WorkerDiedError, answer
+from torchtitan_rl.supervision.spawn import spawn_generator
 
 
 def config_for(folder, tiny_model, **changes):

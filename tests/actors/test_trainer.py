@@ -14,15 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.pages import run_block
 from tests.support import episode, small_engine
-from torchtitan_rl.actors.engine import SamplingConfig
 from torchtitan_rl.actors.generator import VLLMGenerator
 from torchtitan_rl.actors.reference import Reference
-from torchtitan_rl.actors.spawn import (
-    per_rank,
-    spawn_generator,
-    spawn_reference,
-    spawn_trainer,
-)
 from torchtitan_rl.actors.trainer import OptimizerConfig, Trainer
 from torchtitan_rl.algorithms.correction import CorrectionConfig
 from torchtitan_rl.algorithms.kl import KLConfig
@@ -31,10 +24,17 @@ from torchtitan_rl.algorithms.policy_loss import LOSSES
 from torchtitan_rl.batching.grid import make_grid
 from torchtitan_rl.batching.microbatch import single
 from torchtitan_rl.batching.reduction import weigh
-from torchtitan_rl.models.mesh import Parallelism
-from torchtitan_rl.models.tiny import write_tiny_model
-from torchtitan_rl.observability.jsonl import read_lines
-from torchtitan_rl.observability.metrics import flatten, merge_metrics
+from torchtitan_rl.config.parallelism import Parallelism
+from torchtitan_rl.core.metrics import flatten, merge_metrics
+from torchtitan_rl.engines.vllm.engine import SamplingConfig
+from torchtitan_rl.models.makers.tiny import write_tiny_model
+from torchtitan_rl.observability.json_lines import read_lines
+from torchtitan_rl.supervision.spawn import (
+    per_rank,
+    spawn_generator,
+    spawn_reference,
+    spawn_trainer,
+)
 
 
 def random_episodes(count: int, *, longest: int, seed: int = 0):

@@ -12,7 +12,7 @@ from torchtitan_rl.algorithms.advantage import (
     group_advantages,
     length_penalty,
 )
-from torchtitan_rl.types import Completion, ScoredCompletion
+from torchtitan_rl.core.types import Completion, ScoredCompletion
 
 WITH_BASELINE = ["mean_baseline", "grpo", "rloo", "maxrl"]
 

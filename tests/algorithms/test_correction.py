@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtitan_rl.algorithms.correction import CorrectionConfig, correction_weights
-from torchtitan_rl.observability.metrics import flatten
+from torchtitan_rl.core.metrics import flatten
 
 OUTLIERS = {"sequence_outliers": "on"}
 TOKENS = {"token_mask": "on"}

@@ -19,7 +19,7 @@ from torchtitan_rl.algorithms.echo import (
 from torchtitan_rl.algorithms.echo_loss import echo_loss
 from torchtitan_rl.algorithms.objective import LossConfig, objective
 from torchtitan_rl.algorithms.policy_loss import LOSSES, LossInputs
-from torchtitan_rl.observability.metrics import flatten
+from torchtitan_rl.core.metrics import flatten
 
 
 def said(role, *, name=None, shown=False):

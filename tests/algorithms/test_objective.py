@@ -13,7 +13,7 @@ from torchtitan_rl.algorithms.correction import CorrectionConfig
 from torchtitan_rl.algorithms.kl import ESTIMATORS, KLConfig
 from torchtitan_rl.algorithms.objective import LossConfig, mismatch, objective
 from torchtitan_rl.algorithms.policy_loss import LOSSES
-from torchtitan_rl.observability.metrics import flatten, merge_metrics
+from torchtitan_rl.core.metrics import flatten, merge_metrics
 
 T = [-0.5, -1.0, -2.0, -0.2]
 OLD = [-0.6, -1.0, -1.8, -0.3]

@@ -15,7 +15,7 @@ from torchtitan_rl.algorithms.policy_loss import (
     sequence_means,
     sequence_sums,
 )
-from torchtitan_rl.observability.metrics import flatten
+from torchtitan_rl.core.metrics import flatten
 
 NAN = math.nan
 

@@ -20,7 +20,7 @@ from torchtitan_rl.batching.schema import (
     read_fields,
     truncate,
 )
-from torchtitan_rl.types import Episode, PerToken
+from torchtitan_rl.core.types import Episode, PerToken
 
 NAN = math.nan
 OPTIONAL = {

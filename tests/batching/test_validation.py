@@ -7,7 +7,7 @@ import pytest
 
 from tests.support import episode
 from torchtitan_rl.batching.validation import require, validate
-from torchtitan_rl.routing import Experts
+from torchtitan_rl.core.experts import Experts
 
 NAN = math.nan
 

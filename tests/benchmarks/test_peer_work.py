@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.peer_work import Work, endless, speedups, step_flops
-from torchtitan_rl.models.tiny import write_tiny_model
+from torchtitan_rl.models.makers.tiny import write_tiny_model
 
 
 @pytest.fixture(scope="module")

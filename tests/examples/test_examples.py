@@ -14,9 +14,9 @@ import torch
 
 from torchtitan_rl import train
 from torchtitan_rl.algorithms.policy_loss import LossInputs
-from torchtitan_rl.observability.jsonl import read_lines
+from torchtitan_rl.core.types import Completion, Rollout
+from torchtitan_rl.observability.json_lines import read_lines
 from torchtitan_rl.observability.sinks import read_metrics
-from torchtitan_rl.types import Completion, Rollout
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

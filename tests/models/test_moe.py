@@ -9,6 +9,7 @@ from torchtitan.distributed.activation_checkpoint import FullAC
 from transformers import AutoModelForCausalLM
 
 from tests.models.support import forward, selected_experts, titan_model
+from torchtitan_rl.core.experts import expert_dtype, filler
 from torchtitan_rl.models.hf import (
     ModelFolderError,
     check_experts,
@@ -16,10 +17,9 @@ from torchtitan_rl.models.hf import (
     moe_layers,
     read_hf_config,
 )
+from torchtitan_rl.models.makers.tiny import TINY_QWEN3, TINY_QWEN3_MOE, write_tiny_model
 from torchtitan_rl.models.replay import find_routers, replay
 from torchtitan_rl.models.spec import build_on_meta, model_spec
-from torchtitan_rl.models.tiny import TINY_QWEN3, TINY_QWEN3_MOE, write_tiny_model
-from torchtitan_rl.routing import expert_dtype, filler
 
 TOKENS = torch.randint(0, 265, (3, 47), generator=torch.Generator().manual_seed(0))
 CONFIG = {**TINY_QWEN3_MOE, "num_experts": 8, "vocab_size": 272}

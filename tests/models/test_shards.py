@@ -20,7 +20,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from tests.models.support import forward
 from torchtitan_rl.models.checkpoint import load_hf
-from torchtitan_rl.models.mesh import Parallelism
+from torchtitan_rl.config.parallelism import Parallelism
 from torchtitan_rl.models.parallel import build_parallel_model
 from torchtitan_rl.models.shards import LocalWeights
 from torchtitan_rl.models.spec import model_spec

@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tests.models.support import forward, noisy_copy, titan_model
 from torchtitan_rl.models.hf import ModelFolderError, check_parallelism, read_hf_config
+from torchtitan_rl.models.makers.tiny import TINY_QWEN3
 from torchtitan_rl.models.spec import build_on_meta, model_spec
-from torchtitan_rl.models.tiny import TINY_QWEN3
 
 VALID = {**TINY_QWEN3, "vocab_size": 272}
 

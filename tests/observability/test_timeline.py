@@ -6,7 +6,7 @@ import pytest
 
 from torchtitan_rl.observability import timeline
 from torchtitan_rl.observability.timeline import Timeline
-from torchtitan_rl.view.jsonl import parse, tail
+from torchtitan_rl.view.lines import parse, tail
 
 
 def read(path):

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtitan_rl import train
+from torchtitan_rl.core.types import Completion, Rollout
 from torchtitan_rl.tasks.answers import AnswerReward
 from torchtitan_rl.tasks.jsonl import Jsonl, shuffled
 from torchtitan_rl.tasks.mixture import Mixture
 from torchtitan_rl.tasks.task import is_heldout
-from torchtitan_rl.types import Completion, Rollout
 
 ROOT = Path(__file__).parents[2]
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.low_tokens import LowTokens
 from torchtitan_rl.algorithms.echo import EchoConfig, RoleEcho
-from torchtitan_rl.sampling import SamplingConfig
+from torchtitan_rl.config.sampling import SamplingConfig
 from torchtitan_rl.tasks.mixture import Mixture
 from torchtitan_rl.tasks.sum_digits import SumDigits
 

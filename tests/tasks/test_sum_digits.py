@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import cloudpickle
 import pytest
 
+from torchtitan_rl.core.types import Completion
 from torchtitan_rl.tasks.sum_digits import SumDigits
 from torchtitan_rl.tasks.task import Example, Task, is_heldout
-from torchtitan_rl.types import Completion
 
 
 def task(seed=0, **settings):

@@ -5,9 +5,9 @@ import re
 
 import pytest
 
+from torchtitan_rl.core.types import Completion, Rollout
 from torchtitan_rl.tasks.calculator import Calculator
 from torchtitan_rl.tasks.spelling import WORDS, Spelling
-from torchtitan_rl.types import Completion, Rollout
 
 
 def calculator(**settings):

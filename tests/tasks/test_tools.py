@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 import pytest
 
-from torchtitan_rl.tasks.tools import ArgumentsError, find_tools, tool
+from torchtitan_rl.tasks.tools.tool import ArgumentsError, find_tools, tool
 
 
 class Unit(enum.Enum):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.view.synthetic import SyntheticRun, export_of
 from torchtitan_rl.view import decode
 from torchtitan_rl.view.columns import COLUMNS, columns_of
-from torchtitan_rl.view.jsonl import line_at, objects, parse, tail
+from torchtitan_rl.view.lines import line_at, objects, parse, tail
 from torchtitan_rl.view.query import BadRequest, Query, contains, may_contain, preview
 from torchtitan_rl.view.runs import NotARun, find_runs
 from torchtitan_rl.view.sequences import segments, token_columns

@@ -8,7 +8,12 @@ from typing import Any
 
 from monarch.actor import Actor, concurrent_endpoint
 
-from torchtitan_rl.actors.tool_calls import (
+from torchtitan_rl.core.configurable import Configurable
+from torchtitan_rl.core.plugins import nearest
+from torchtitan_rl.core.types import Message, Outcome
+from torchtitan_rl.core.waiting import together
+from torchtitan_rl.tasks.task import Task
+from torchtitan_rl.tasks.tools.calls import (
     MAX_ERROR_CHARS,
     Call,
     Member,
@@ -20,13 +25,8 @@ from torchtitan_rl.actors.tool_calls import (
     packed,
     shortened,
 )
-from torchtitan_rl.actors.tool_workers import ProcessEndedError, Workers
-from torchtitan_rl.configurable import Configurable
-from torchtitan_rl.plugins import nearest
-from torchtitan_rl.tasks.task import Task
-from torchtitan_rl.tasks.tools import ToolCall
-from torchtitan_rl.types import Message, Outcome
-from torchtitan_rl.waiting import together
+from torchtitan_rl.tasks.tools.tool import ToolCall
+from torchtitan_rl.tasks.tools.workers import ProcessEndedError, Workers
 
 MAX_NAME_CHARS = 64
 """What a model writes as a name and is longer is none."""

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from monarch.actor import Actor, concurrent_endpoint
 
-from torchtitan_rl.actors.engine import Engine, EngineConfig, Prompt, SamplingConfig
-from torchtitan_rl.configurable import Configurable
-from torchtitan_rl.types import Completion
+from torchtitan_rl.core.configurable import Configurable
+from torchtitan_rl.core.types import Completion
+from torchtitan_rl.engines.vllm.engine import Engine, EngineConfig, Prompt, SamplingConfig
 from torchtitan_rl.weight_sync.handle import WeightHandle
 
 

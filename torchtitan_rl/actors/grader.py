@@ -11,10 +11,10 @@ from typing import Any, cast
 
 from monarch.actor import Actor, concurrent_endpoint
 
-from torchtitan_rl.configurable import Configurable
-from torchtitan_rl.plugins import told
+from torchtitan_rl.core.configurable import Configurable
+from torchtitan_rl.core.plugins import told
+from torchtitan_rl.core.types import Completion, Rollout, ScoredCompletion
 from torchtitan_rl.tasks.task import Reward, Task
-from torchtitan_rl.types import Completion, Rollout, ScoredCompletion
 
 CONCURRENT_REWARDS = 4
 """Reward functions that run at a time."""

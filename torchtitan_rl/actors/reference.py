@@ -6,8 +6,8 @@ import torch
 from monarch.actor import Actor, endpoint
 
 from torchtitan_rl.batching.grid import Grid
-from torchtitan_rl.configurable import Configurable
-from torchtitan_rl.models.mesh import Parallelism
+from torchtitan_rl.config.parallelism import Parallelism
+from torchtitan_rl.core.configurable import Configurable
 from torchtitan_rl.platform import Dtype
 
 

@@ -16,15 +16,15 @@ from typing import Any
 
 from monarch.actor import Actor, concurrent_endpoint
 
-from torchtitan_rl.actors.engine import sample_seed
 from torchtitan_rl.actors.generator import VLLMGenerator
 from torchtitan_rl.actors.trainer import Trainer
 from torchtitan_rl.batching.documents import segment_ids, segments
 from torchtitan_rl.batching.grid import Grid
-from torchtitan_rl.configurable import Configurable
-from torchtitan_rl.observability.metrics import Metrics, by_task, merge_metrics
-from torchtitan_rl.sampling import SamplingConfig
-from torchtitan_rl.types import Completion
+from torchtitan_rl.config.sampling import SamplingConfig
+from torchtitan_rl.core.configurable import Configurable
+from torchtitan_rl.core.metrics import Metrics, by_task, merge_metrics
+from torchtitan_rl.core.types import Completion
+from torchtitan_rl.engines.vllm.engine import sample_seed
 from torchtitan_rl.weight_sync.handle import WeightHandle
 
 VOCABULARY = range(250)

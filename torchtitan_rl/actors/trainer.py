@@ -28,9 +28,9 @@ from torchtitan_rl.algorithms.policy_loss import LossInputs, LossOutput
 from torchtitan_rl.batching.grid import Grid
 from torchtitan_rl.batching.microbatch import Microbatch
 from torchtitan_rl.batching.overlong import Overlong
-from torchtitan_rl.configurable import Configurable
-from torchtitan_rl.models.mesh import Parallelism
-from torchtitan_rl.observability.metrics import Mean, Metrics, Same, by_task, merge_metrics
+from torchtitan_rl.config.parallelism import Parallelism
+from torchtitan_rl.core.configurable import Configurable
+from torchtitan_rl.core.metrics import Mean, Metrics, Same, by_task, merge_metrics
 from torchtitan_rl.observability.token_export import TokenExport
 from torchtitan_rl.platform import Dtype, device_type
 from torchtitan_rl.weight_sync.handle import Shard, Transport, WeightHandle

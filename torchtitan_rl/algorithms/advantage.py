@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from torchtitan_rl.plugins import check_arguments, resolve
-from torchtitan_rl.types import Completion, ScoredCompletion
+from torchtitan_rl.core.plugins import check_arguments, resolve
+from torchtitan_rl.core.types import Completion, ScoredCompletion
 
 AdvantageFn = Callable[..., list[float]]
 

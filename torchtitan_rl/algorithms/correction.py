@@ -11,8 +11,8 @@ from typing import Literal
 import torch
 
 from torchtitan_rl.algorithms.policy_loss import sequence_means, sequence_sums
-from torchtitan_rl.observability.metrics import Distribution, Mean, Metrics
-from torchtitan_rl.plugins import nearest
+from torchtitan_rl.core.metrics import Distribution, Mean, Metrics
+from torchtitan_rl.core.plugins import nearest
 
 Bounds = tuple[float, float]
 

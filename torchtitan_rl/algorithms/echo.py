@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from torchtitan_rl.plugins import check_arguments, resolve, told
+from torchtitan_rl.core.plugins import check_arguments, resolve, told
 
 Role = Literal["system", "user", "assistant", "tool"]
 ROLES: tuple[Role, ...] = ("system", "user", "assistant", "tool")

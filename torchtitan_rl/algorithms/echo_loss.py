@@ -3,7 +3,7 @@
 import torch
 
 from torchtitan_rl.algorithms.policy_loss import LossOutput
-from torchtitan_rl.observability.metrics import Distribution, Sum
+from torchtitan_rl.core.metrics import Distribution, Sum
 
 
 def echo_loss(logprobs: torch.Tensor, alphas: torch.Tensor | None) -> LossOutput:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torchtitan_rl.plugins import nearest
+from torchtitan_rl.core.plugins import nearest
 
 Estimator = Callable[[torch.Tensor], torch.Tensor]
 

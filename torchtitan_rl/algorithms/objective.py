@@ -20,8 +20,8 @@ from torchtitan_rl.algorithms.policy_loss import (
 )
 from torchtitan_rl.algorithms.probe import check_loss, needs_generator_logprobs
 from torchtitan_rl.batching.reduction import REDUCTIONS
-from torchtitan_rl.observability.metrics import Mean, Metrics
-from torchtitan_rl.plugins import check_arguments, nearest, resolve
+from torchtitan_rl.core.metrics import Mean, Metrics
+from torchtitan_rl.core.plugins import check_arguments, nearest, resolve
 
 
 @dataclass(kw_only=True, slots=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from torchtitan_rl.observability.metrics import Mean, Metrics
+from torchtitan_rl.core.metrics import Mean, Metrics
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 import torch
 
 from torchtitan_rl.algorithms.policy_loss import LossInputs, LossOutput
-from torchtitan_rl.plugins import place
+from torchtitan_rl.core.plugins import place
 
 
 def check_loss(name: str, loss: Callable[[LossInputs], LossOutput], *, has_reference: bool) -> None:
@@ -85,7 +85,7 @@ def _check_metrics(who: str, metrics: object) -> None:
         if not hasattr(metric, "merge"):
             raise ValueError(
                 f"{who}: metric {name!r} is {metric!r}; give it as Mean(total, weight) or another "
-                "of torchtitan_rl.observability.metrics, which know how to merge"
+                "of torchtitan_rl.core.metrics, which know how to merge"
             )
 
 

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 import torch
 
-from torchtitan_rl.batching.bundles import Bundle, share
 from torchtitan_rl.batching.documents import Document
 from torchtitan_rl.batching.microbatch import Microbatch, Piece, microbatch
 from torchtitan_rl.batching.packing import pack, rank_loads
+from torchtitan_rl.batching.prompt_sharing import Bundle, share
 from torchtitan_rl.batching.schema import describe, present_fields
-from torchtitan_rl.types import Episode
+from torchtitan_rl.core.types import Episode
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ import torch
 
 from torchtitan_rl.batching.documents import Document
 from torchtitan_rl.batching.schema import Field, present_fields
-from torchtitan_rl.types import Episode
+from torchtitan_rl.core.types import Episode
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from torchtitan_rl.batching.schema import describe, truncate
-from torchtitan_rl.types import Episode
+from torchtitan_rl.core.types import Episode
 
 Overlong = Literal["error", "truncate", "drop"]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from torchtitan_rl.batching.schema import loss_mask
-from torchtitan_rl.types import Episode
+from torchtitan_rl.core.types import Episode
 
 REDUCTIONS = ("token_mean", "sequence_mean", "prompt_mean", "fixed_length")
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan_rl.types import Covers, Episode, PerToken
+from torchtitan_rl.core.types import Covers, Episode, PerToken
 
 
 @dataclass(frozen=True, slots=True)

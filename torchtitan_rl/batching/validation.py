@@ -7,8 +7,8 @@ from itertools import chain
 import numpy as np
 
 from torchtitan_rl.batching.schema import FIELDS, Field, describe, loss_mask
-from torchtitan_rl.routing import Experts
-from torchtitan_rl.types import Episode
+from torchtitan_rl.core.experts import Experts
+from torchtitan_rl.core.types import Episode
 
 
 def validate(

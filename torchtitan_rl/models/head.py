@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torchtitan.models.common import Linear
 
-from torchtitan_rl.algorithms.logprobs import WHOLE_VOCABULARY, VocabShard, chosen_logprobs
+from torchtitan_rl.models.logprobs import WHOLE_VOCABULARY, VocabShard, chosen_logprobs
 
 
 @dataclass(slots=True)

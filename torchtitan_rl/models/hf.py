@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from torchtitan_rl.core.experts import Experts
+
 COMPANION_FILES = (
     "config.json",
     "generation_config.json",
@@ -163,6 +165,14 @@ def moe_layers(config: dict[str, Any]) -> list[int]:
         for number in range(config["num_hidden_layers"])
         if number not in dense and (number + 1) % every == 0
     ]
+
+
+def experts_of(config: dict[str, Any]) -> Experts | None:
+    """What routing of a model looks like, by its config.json; None if it is dense."""
+    layers = len(moe_layers(config))
+    if not layers:
+        return None
+    return Experts(layers, config["num_experts_per_tok"], config["num_experts"])
 
 
 def hf_dtype(config: dict[str, Any]) -> torch.dtype:

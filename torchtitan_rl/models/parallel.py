@@ -11,7 +11,7 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.protocols.model_spec import ModelSpec
 
-from torchtitan_rl.models.mesh import Parallelism
+from torchtitan_rl.config.parallelism import Parallelism
 from torchtitan_rl.platform import Dtype, adapt_parallelized_model, device_type, resolve_dtype
 
 

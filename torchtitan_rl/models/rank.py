@@ -20,9 +20,9 @@ from torchtitan_rl.batching.documents import (
     segments,
 )
 from torchtitan_rl.batching.microbatch import Microbatch
-from torchtitan_rl.models.attention import AttentionPlan
+from torchtitan_rl.config.parallelism import Parallelism
+from torchtitan_rl.models.cpu.attention import AttentionPlan
 from torchtitan_rl.models.head import Chosen, LogprobHead
-from torchtitan_rl.models.mesh import Parallelism
 from torchtitan_rl.models.parallel import build_parallel_model
 from torchtitan_rl.models.replay import replay
 from torchtitan_rl.models.spec import model_spec

@@ -23,9 +23,9 @@ from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 
-from torchtitan_rl.models.accumulate import AccumulatingEmbedding, AccumulatingLinear
-from torchtitan_rl.models.attention import PackedAttention
-from torchtitan_rl.models.fused import FusedFeedForward, FusedRMSNorm, FusedRoPE
+from torchtitan_rl.models.cpu.accumulate import AccumulatingEmbedding, AccumulatingLinear
+from torchtitan_rl.models.cpu.attention import PackedAttention
+from torchtitan_rl.models.cpu.fused import FusedFeedForward, FusedRMSNorm, FusedRoPE
 from torchtitan_rl.models.head import LogprobHead
 from torchtitan_rl.models.hf import head_size, moe_layers, read_hf_config, rope_theta
 from torchtitan_rl.models.moe import ExpertsAdapter, moe_config

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torchtitan_rl.rollout import Failure
+    from torchtitan_rl.rollout.loop import Failure
 
 FIXED = (
     *("seed:", "task.", "model:", "warm_start", "prompts_per_step:", "thinking:"),

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
 
-from torchtitan_rl.observability.jsonl import encode
+from torchtitan_rl.observability.json_lines import encode
 
 if TYPE_CHECKING:
-    from torchtitan_rl.config import RunConfig
+    from torchtitan_rl.config.run import RunConfig
     from torchtitan_rl.observability.run_folder import RunFolder
 
 

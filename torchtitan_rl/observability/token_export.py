@@ -12,7 +12,7 @@ import torch
 from torchtitan_rl.algorithms.policy_loss import LossOutput, ratio_of
 from torchtitan_rl.batching.documents import positions, segments
 from torchtitan_rl.batching.microbatch import Microbatch
-from torchtitan_rl.observability.jsonl import write_lines
+from torchtitan_rl.observability.json_lines import write_lines
 
 SCHEMA = 1
 """Of the records; goes up when a reader of older ones would misunderstand them."""

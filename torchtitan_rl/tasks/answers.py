@@ -8,7 +8,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from torchtitan_rl.plugins import check_arguments, resolve, told
+from torchtitan_rl.core.plugins import check_arguments, resolve, told
 from torchtitan_rl.tasks.task import Reward
 
 RewardFn = Callable[..., "Reward | float"]

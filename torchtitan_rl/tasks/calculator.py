@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from torchtitan_rl.core.types import Message
 from torchtitan_rl.tasks.questions import QuestionTask
 from torchtitan_rl.tasks.task import Example
-from torchtitan_rl.tasks.tools import tool
-from torchtitan_rl.types import Message
+from torchtitan_rl.tasks.tools.tool import tool
 
 _OPERATION = re.compile(r"\s*(-?\d{1,15})\s*([+-])\s*(\d{1,15})\s*")
 _STEP = re.compile(r"[+-]?\d+")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
+from torchtitan_rl.core.types import Rollout
 from torchtitan_rl.tasks.answers import AnswerReward, last_number
 from torchtitan_rl.tasks.question_file import (
     Question,
@@ -17,7 +18,6 @@ from torchtitan_rl.tasks.question_file import (
     read_questions,
 )
 from torchtitan_rl.tasks.task import Example, Reward, Task, is_heldout
-from torchtitan_rl.types import Rollout
 
 
 class Jsonl(Task):

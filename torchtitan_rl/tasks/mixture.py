@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torchtitan_rl.core.types import Rollout
 from torchtitan_rl.tasks.task import Example, Reward, Task
-from torchtitan_rl.types import Rollout
 
 
 class Mixture(Task):

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from torchtitan_rl.plugins import nearest
+from torchtitan_rl.core.plugins import nearest
 
 MOST_PROBLEMS = 10
 """Bad lines that an error names; of the others it says how many there are."""

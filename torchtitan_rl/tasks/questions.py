@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from torchtitan_rl.core.types import Rollout
 from torchtitan_rl.tasks.task import Example, Reward, Task, is_heldout
-from torchtitan_rl.types import Rollout
 
 _MOST_DRAWS = 100_000
 

@@ -8,10 +8,10 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+from torchtitan_rl.core.types import Message
 from torchtitan_rl.tasks.questions import QuestionTask
 from torchtitan_rl.tasks.task import Example
-from torchtitan_rl.tasks.tools import tool
-from torchtitan_rl.types import Message
+from torchtitan_rl.tasks.tools.tool import tool
 
 _ALPHABET = """
 alfa bravo charlie delta echo foxtrot golf hotel india juliett kilo lima mike november oscar papa

@@ -13,11 +13,11 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from torchtitan_rl.algorithms.echo import EchoConfig
-from torchtitan_rl.configurable import Configurable
-from torchtitan_rl.plugins import nearest
-from torchtitan_rl.sampling import SamplingConfig
-from torchtitan_rl.tasks.tools import Tool, find_tools
-from torchtitan_rl.types import Message, Rollout
+from torchtitan_rl.config.sampling import SamplingConfig
+from torchtitan_rl.core.configurable import Configurable
+from torchtitan_rl.core.plugins import nearest
+from torchtitan_rl.core.types import Message, Rollout
+from torchtitan_rl.tasks.tools.tool import Tool, find_tools
 
 
 @dataclass(slots=True)

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchtitan_rl.view import timeline
+from torchtitan_rl.view import spans as timeline
 from torchtitan_rl.view.columns import COLUMNS, columns_of, number, text
-from torchtitan_rl.view.jsonl import objects
+from torchtitan_rl.view.lines import objects
 
 _COLUMNS = ", ".join(f'"{name}"' for name in COLUMNS)
 _SCHEMA = f"""

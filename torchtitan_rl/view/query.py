@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchtitan_rl.view.columns import COLUMNS, text
-from torchtitan_rl.view.jsonl import parse
+from torchtitan_rl.view.lines import parse
 
 MAX_ROWS = 200
 SEARCH_SECONDS = 1.0  # a search answers after so long, and says how far it came

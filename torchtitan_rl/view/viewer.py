@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtitan_rl.view import timeline
+from torchtitan_rl.view import spans as timeline
 from torchtitan_rl.view.columns import number, text
 from torchtitan_rl.view.decode import Decoder
 from torchtitan_rl.view.index import Index
-from torchtitan_rl.view.jsonl import line_at, parse, tail
+from torchtitan_rl.view.lines import line_at, parse, tail
 from torchtitan_rl.view.query import WITH_FILE, BadRequest, Query, listing, summary
 from torchtitan_rl.view.runs import NotARun, find_runs
 from torchtitan_rl.view.sequences import segments, token_columns

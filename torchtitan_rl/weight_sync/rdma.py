@@ -14,7 +14,7 @@ import monarch
 import torch
 from monarch.rdma import RDMAAction, RDMABuffer, get_rdma_backend
 
-from torchtitan_rl.waiting import together
+from torchtitan_rl.core.waiting import together
 from torchtitan_rl.weight_sync.handle import (
     Part,
     Slot,

@@ -1,0 +1,202 @@
+"""Weights that are loaded directly against vLLM's own reload, and layers as one function against
+vLLM's own; run in a process of its own, because vLLM patches the one it runs in.
+
+    python -m tests.engines.vllm.direct_checks FOLDER...
+"""
+
+import asyncio
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.support import small_engine
+from torchtitan_rl.engines.vllm import worker as vllm_worker
+from torchtitan_rl.engines.vllm.cpu.layers import flatten_layers
+from torchtitan_rl.engines.vllm.engine import Engine, SamplingConfig
+from torchtitan_rl.weight_sync.handle import Shard, merge_handles, whole_tensors
+from torchtitan_rl.weight_sync.transport import make_publisher
+
+PROMPT = list(range(40))
+"""Longer than a block of the cache: prefixes that are not forgotten would show."""
+LAYER = "model.layers.1"
+CHANGES: list[list[str] | None] = [
+    *(None, None, None),
+    [f"{LAYER}.self_attn.k_proj.weight", f"{LAYER}.input_layernorm.weight"],
+    [f"{LAYER}.mlp.up_proj.weight", "model.norm.weight"],
+    ["model.embed_tokens.weight"],
+    [],
+]
+"""Names of what changes from one version to the next; None: everything."""
+
+
+def weights_of(model):
+    """Under their HF names, without the second name of a tied one."""
+    return dict(model.named_parameters())
+
+
+def change(model, names, seed):
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in weights_of(model).items():
+            if names is None or name in names:
+                weight += 0.05 * torch.randn(weight.shape, generator=generator)
+
+
+class Served:
+    """An engine, and how it loads weights."""
+
+    def __init__(self, folder):
+        self.engine = Engine(str(folder), small_engine(), seed=0)
+        self.worker = (
+            self.engine._engine.engine_core.engine_core.model_executor.driver_worker.worker
+        )
+        self.reloads = 0
+        reload_weights = self.worker.model_runner.reload_weights
+
+        def counted(**options):
+            self.reloads += 1
+            reload_weights(**options)
+
+        self.worker.model_runner.reload_weights = counted
+
+    def forget(self):
+        """As if nothing had been loaded yet."""
+        self.worker.served = self.worker.direct = None
+        self.reloads = 0
+
+    async def sample(self):
+        sampling = SamplingConfig(n=2, max_tokens=6)
+        made = await self.engine.generate([PROMPT], sampling, ["same"])
+        return [(c.token_ids, c.token_logprobs) for c in made]
+
+    async def versions(self, folder):
+        """What it samples, version by version, and how far that is from transformers."""
+        model, publisher, made = load(folder), make_publisher("shm"), []
+        for version, names in enumerate(CHANGES):
+            change(model, names, version)
+            handle = publisher.publish(whole_tensors(weights_of(model).items()), version)
+            await self.engine.pull_weights(handle)
+            made.append(await self.sample())
+            assert mismatch(model, made[-1]) < 1e-4, version
+        # Nothing is left that looks at memory of the publisher, who has it for other weights now.
+        for version in (90, 91):
+            change(model, None, version)
+            publisher.publish(whole_tensors(weights_of(model).items()), version)
+        assert await self.sample() == made[-1]
+        return made
+
+
+def load(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def mismatch(model, made):
+    """Of an engine's logprobs with transformers' own."""
+    worst = 0.0
+    for token_ids, logprobs in made:
+        with torch.no_grad():
+            logits = model(torch.tensor([[*PROMPT, *token_ids]])).logits[0, len(PROMPT) - 1 : -1]
+        ours = logits.log_softmax(-1)[range(len(token_ids)), token_ids]
+        worst = max(worst, (ours - torch.tensor(logprobs)).abs().max().item())
+    return worst
+
+
+async def check_versions(served, folder):
+    """Every version loaded directly is what vLLM makes of it, to the bit."""
+    direct = await served.versions(folder)
+    assert served.reloads == 1, "all but the first are loaded directly"
+
+    plan = vllm_worker.plan_direct_loads
+    served.forget()
+    vllm_worker.plan_direct_loads = lambda *_: None
+    assert await served.versions(folder) == direct
+    assert served.reloads == sum(names != [] for names in CHANGES)
+    vllm_worker.plan_direct_loads = plan
+
+
+async def check_layers(served, folder):
+    """Layers as one function each, where they have no bias, compute what vLLM's own do."""
+    model = served.worker.model_runner.get_model()
+    flat = [layer for layer in model.model.layers if "forward" in vars(layer)]
+    assert len(flat) == (0 if "biased" in folder else len(model.model.layers))
+    made = await served.sample()
+    for layer in flat:
+        del layer.forward
+    served.engine._engine.reset_prefix_cache()
+    assert await served.sample() == made
+    flatten_layers(model)
+
+
+async def check_parts(served, folder):
+    """Tensors that two ranks have halves of."""
+    served.forget()
+    model, ranks = load(folder), [make_publisher("shm"), make_publisher("shm")]
+    for version in range(2):
+        change(model, None, version)
+        handles = []
+        for rank, publisher in enumerate(ranks):
+            shards = []
+            for name, weight in weights_of(model).items():
+                half, shape = len(weight) // 2, tuple(weight.shape)
+                rows = weight.detach()[half:] if rank else weight.detach()[:half]
+                shards.append(Shard(name, shape, (rank * half, *(0,) * (len(shape) - 1)), (rows,)))
+            handles.append(publisher.publish(shards, version))
+        await served.engine.pull_weights(merge_handles(handles))
+        assert mismatch(model, await served.sample()) < 1e-4
+    assert served.reloads == 1
+
+
+async def check_other_dtypes(served, folder):
+    """Weights in another dtype are left to vLLM, and so is all that follows."""
+    served.forget()
+    model, publisher = load(folder), make_publisher("shm")
+    for version, dtype in enumerate([None, None, torch.bfloat16, None]):
+        change(model, None, version)
+        weights = whole_tensors(weights_of(model).items())
+        await served.engine.pull_weights(publisher.publish(weights, version, dtype=dtype))
+        for weight in model.parameters():
+            weight.data = weight.data.to(dtype or torch.float32).float()
+        assert mismatch(model, await served.sample()) < 1e-4, version
+        assert (served.worker.direct is not None) == (version < 2)
+    assert served.reloads == 3
+
+
+async def check_a_model_that_changes_weights_as_it_loads_them(served, folder):
+    """Its modules tell nothing of that; what vLLM has made of the first weights does."""
+    model, publisher = load(folder), make_publisher("shm")
+    inside = served.worker.model_runner.get_model()
+    load_weights = inside.load_weights
+    for changed in ("model.norm.weight", f"{LAYER}.mlp.down_proj.weight", "embed_tokens.weight"):
+        served.forget()
+        inside.load_weights = lambda weights, changed=changed: load_weights(
+            (name, 2 * weight if name.endswith(changed) else weight) for name, weight in weights
+        )
+        weights = whole_tensors(weights_of(model).items())
+        await served.engine.pull_weights(publisher.publish(weights, 0))
+        assert served.worker.direct is None, changed
+    inside.load_weights = load_weights
+
+
+def check_a_second_engine(folder):
+    """It would share the first one's connector, and copy prompts within the wrong cache."""
+    with pytest.raises(RuntimeError, match="one engine in a process"):
+        Engine(str(folder), small_engine(), seed=0)
+
+
+async def main(folders):
+    for folder in folders:
+        served = Served(folder)
+        await check_layers(served, folder)
+        await check_versions(served, folder)
+        if folder == folders[-1]:  # it is the same for all
+            await check_parts(served, folder)
+            await check_other_dtypes(served, folder)
+            await check_a_model_that_changes_weights_as_it_loads_them(served, folder)
+            check_a_second_engine(folder)
+        served.engine.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1:]))

@@ -1,0 +1,237 @@
+"""From graded conversations to episodes: what trains by RL, what echoes, and what is held out."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from tests.support import ONE_TURN, PROMPT, TWO_TURNS, USER, low_tokens
+from tests.support import graded_group as group
+from torchtitan_rl.algorithms.advantage import AdvantageConfig
+from torchtitan_rl.algorithms.echo import EchoConfig, RoleEcho, ToolEcho
+from torchtitan_rl.batching.schema import loss_mask
+from torchtitan_rl.batching.validation import validate
+from torchtitan_rl.core.types import Rollout
+from torchtitan_rl.rollout.episodes import BatchFilter, make_batch, trial_episodes
+from torchtitan_rl.run.controller import Controller
+
+ECHO_TOOLS = EchoConfig(tool=ToolEcho(alpha=0.5))
+
+
+def batch(*groups, **changes):
+    made = make_batch(groups, AdvantageConfig(name="mean_baseline"), **changes)
+    validate(made.episodes + made.heldout, vocab_size=100, version=3)
+    return made
+
+
+def test_turns_become_one_episode_that_trains_what_was_sampled():
+    made = batch(group(TWO_TURNS, ONE_TURN, rewards=[1.0, 0.0]))
+    first, second = made.episodes
+    assert first.prompt_token_ids == [1, 2]
+    assert first.token_ids == [3, 4, 8, 9, 5]
+    assert list(loss_mask(first)) == [False, False, True, True, False, False, True]
+    assert first.token_logprobs[:2] == pytest.approx([-0.3, -0.4])
+    assert all(map(math.isnan, first.token_logprobs[2:4]))
+    assert first.token_logprobs[4] == pytest.approx(-0.5)
+    assert (first.advantage, second.advantage) == (0.5, -0.5)
+    assert (first.task, first.group_id) == ("low_tokens", "low_tokens/train/0")
+    assert (first.temperature, first.policy_version, first.reward) == (0.7, 3, 1.0)
+    assert list(loss_mask(second)) == [False, False, True, True]
+    assert first.echo_alpha is second.echo_alpha is None
+
+
+def test_a_turn_that_was_rendered_anew_is_an_episode_of_its_own():
+    anew = [(PROMPT, [3, 4]), ([(1, None), (7, USER)], [5])]
+    made = batch(group(anew, ONE_TURN, rewards=[1.0, 0.0]))
+    assert [e.prompt_token_ids + e.token_ids for e in made.episodes] == [
+        [1, 2, 3, 4],
+        [1, 7, 5],
+        [1, 2, 3, 4],
+    ]
+    assert [e.advantage for e in made.episodes] == [0.5, 0.5, -0.5]
+
+
+def test_a_tools_words_echo_and_are_out_of_rl():
+    made = batch(group(TWO_TURNS, ONE_TURN, rewards=[1.0, 0.0], echo=ECHO_TOOLS))
+    first, second = made.episodes
+    assert [i for i, a in enumerate(first.echo_alpha) if not math.isnan(a)] == [4]
+    assert first.echo_alpha[4] == 0.5
+    # A rollout that called no tool has nothing to echo, and says so for the batch's sake.
+    assert all(map(math.isnan, second.echo_alpha))
+    assert len(second.echo_alpha) == second.length
+
+
+def test_equal_rewards_teach_nothing_by_rl_but_still_echo():
+    assert batch(group(TWO_TURNS, ONE_TURN, rewards=[1.0, 1.0])).episodes == []
+    made = batch(group(TWO_TURNS, ONE_TURN, rewards=[1.0, 1.0], echo=ECHO_TOOLS))
+    [episode] = made.episodes  # the other has nothing to echo either
+    assert not any(loss_mask(episode))
+    assert [a for a in episode.echo_alpha if not math.isnan(a)] == [0.5]
+
+
+def test_tasks_with_and_without_echo_share_a_batch():
+    quiet = group(ONE_TURN, ONE_TURN, rewards=[1.0, 0.0], name="quiet")
+    loud = group(TWO_TURNS, ONE_TURN, rewards=[1.0, 0.0], echo=ECHO_TOOLS, name="loud")
+    made = batch(quiet, loud)
+    assert [e.task for e in made.episodes] == ["quiet", "quiet", "loud", "loud"]
+    assert all(len(e.echo_alpha) == e.length for e in made.episodes)
+    assert sum(not math.isnan(a) for e in made.episodes for a in e.echo_alpha) == 1
+
+
+def test_assistant_echo_replaces_rl():
+    echo = EchoConfig(assistant=RoleEcho(alpha=2.0))
+    made = batch(group(ONE_TURN, ONE_TURN, rewards=[1.0, 0.0], echo=echo))
+    assert all(e.echo_alpha[2:] == [2.0, 2.0] for e in made.episodes)
+    assert not any(any(loss_mask(e)) for e in made.episodes)
+
+
+def no_echo_in_the_first_turn(rollout: Rollout, *, turns: float = 1) -> list[list[bool]]:
+    return [
+        [number >= turns] * (len(c.prompt_token_ids) + len(c.token_ids))
+        for number, c in enumerate(rollout.completions)
+    ]
+
+
+def broken_filter(rollout: Rollout) -> list[list[bool]]:
+    raise KeyError("turns")
+
+
+def test_a_filter_sees_the_rollout():
+    here = f"{__name__}:no_echo_in_the_first_turn"
+    user = EchoConfig(user=RoleEcho(), filter=here)
+    # The user's words are of the first turn: it says no, and they are never looked at again.
+    made = batch(group(TWO_TURNS, ONE_TURN, rewards=[1.0, 0.0], echo=user))
+    assert [a for a in made.episodes[0].echo_alpha or [] if not math.isnan(a)] == []
+    tool = EchoConfig(tool=ToolEcho(), filter=here)
+    made = batch(group(TWO_TURNS, ONE_TURN, rewards=[1.0, 0.0], echo=tool))
+    assert [a for a in made.episodes[0].echo_alpha if not math.isnan(a)] == [1.0]
+    tool = EchoConfig(tool=ToolEcho(), filter=here, filter_kwargs={"turns": 2.0})
+    made = batch(group(TWO_TURNS, ONE_TURN, rewards=[1.0, 0.0], echo=tool))
+    assert [a for a in made.episodes[0].echo_alpha or [] if not math.isnan(a)] == []
+
+
+def test_a_broken_filter_is_named():
+    echo = EchoConfig(tool=ToolEcho(), filter=f"{__name__}:broken_filter")
+    with pytest.raises(ValueError, match="broken_filter' raised KeyError"):
+        batch(group(TWO_TURNS, ONE_TURN, rewards=[1.0, 0.0], echo=echo))
+
+
+def test_turns_of_unknown_origin_are_counted_and_do_not_echo():
+    made = group(TWO_TURNS, TWO_TURNS, rewards=[1.0, 0.0], echo=ECHO_TOOLS)
+    made.conversations[0].turns[1].attributions = None
+    result = batch(made)
+    assert result.unattributed == 1
+    echoing = [sum(not math.isnan(a) for a in e.echo_alpha) for e in result.episodes]
+    assert echoing == [0, 1]
+
+
+def test_heldout_rollouts_are_chosen_by_hash_and_count_in_their_group():
+    def made(share):
+        groups = [group(*[ONE_TURN] * 8, rewards=[1.0] + [0.0] * 7, number=i) for i in range(40)]
+        return groups, batch(*groups, holdout_share=share)
+
+    groups, kept = made(0.25)
+    names = [f"{g.id}/{c.number}" for g in groups for c in g.conversations if c.heldout]
+    assert len(kept.heldout) == len(names)
+    assert len(kept.heldout) / 320 == pytest.approx(0.25, abs=0.08)
+    assert len(kept.episodes) + len(kept.heldout) == 320
+    # Always the same ones, also of more.
+    assert names == [
+        f"{g.id}/{c.number}" for g in made(0.25)[0] for c in g.conversations if c.heldout
+    ]
+    more = {f"{g.id}/{c.number}" for g in made(0.5)[0] for c in g.conversations if c.heldout}
+    assert set(names) < more
+    # The advantages are those of the whole group.
+    assert {e.advantage for e in kept.episodes} == {0.875, -0.125}
+    assert made(0.0)[1].heldout == []
+
+
+def only_good(episodes, *, least: float = 1.0):
+    return [episode for episode in episodes if episode.reward >= least]
+
+
+def inventive(episodes):
+    return [*episodes, None]
+
+
+def clumsy(episodes):
+    raise KeyError("reward")
+
+
+def test_a_batch_filter_chooses_what_trains():
+    episodes = batch(group(ONE_TURN, TWO_TURNS, rewards=[1.0, 0.5])).episodes
+    assert BatchFilter()(episodes) == episodes
+    assert BatchFilter(name=f"{__name__}:only_good")(episodes) == episodes[:1]
+    lenient = BatchFilter(name=f"{__name__}:only_good", kwargs={"least": 0.5})
+    assert lenient(episodes) == episodes
+
+
+def forgetful(episodes):
+    episodes.sort(key=lambda episode: episode.reward)
+
+
+def generous(episodes):
+    return [*episodes, episodes[0]]
+
+
+def copying(episodes):
+    return [replace(episode, advantage=1.0) for episode in episodes]
+
+
+def aimless():
+    return []
+
+
+def keyed(episodes):
+    return [episode for episode in episodes if episode.reward > {"sums": 0.5}[episode.task]]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("inventive", "must return a list of episodes that it was given; got one with NoneType in"),
+        ("clumsy", "clumsy' raised KeyError"),
+        ("forgetful", "must return a list of episodes that it was given; got NoneType"),
+        ("generous", "each once; got sums/train/0/0/0 twice"),
+        ("copying", "got one with Episode, a copy or one of its own in it"),
+    ],
+)
+def test_a_bad_batch_filter_is_named_before_anything_starts(name, message):
+    bad = BatchFilter(name=f"{__name__}:{name}")
+    with pytest.raises((TypeError, ValueError), match=message):
+        bad(trial_episodes(["sums"]))
+    with pytest.raises(ValueError, match=rf"{message}.* \(on trial"):
+        bad.try_out(["sums"])
+
+
+def test_a_batch_filter_is_tried_with_the_tasks_of_the_run():
+    BatchFilter().try_out(["sums"])
+    for name in ("only_good", "keyed"):
+        BatchFilter(name=f"{__name__}:{name}").try_out(["sums"])
+    with pytest.raises(ValueError, match="keyed' raised KeyError: 'words'"):
+        BatchFilter(name=f"{__name__}:keyed").try_out(["words"])
+
+
+def test_a_step_without_episodes_asks_no_filter():
+    assert BatchFilter(name=f"{__name__}:clumsy")([]) == []
+
+
+def test_a_controller_refuses_a_filter_that_returns_nothing(tmp_path, tiny_model):
+    config = replace(
+        low_tokens(),
+        model=str(tiny_model),
+        batch_filter=BatchFilter(name=f"{__name__}:forgetful"),
+        output_dir=str(tmp_path),
+        run_name="run",
+    )
+    with pytest.raises(ValueError, match=r"forgetful' must return a list.*got NoneType"):
+        Controller(config)
+
+
+def test_a_batch_filter_is_checked_before_anything_starts():
+    with pytest.raises(ValueError, match="has no function 'onlygood'; did you mean 'only_good'"):
+        BatchFilter(name=f"{__name__}:onlygood")
+    with pytest.raises(ValueError, match="aimless' must take a list of episodes"):
+        BatchFilter(name=f"{__name__}:aimless")
+    with pytest.raises(ValueError, match=r"cannot take kwargs.*it takes least"):
+        BatchFilter(name=f"{__name__}:only_good", kwargs={"most": 1.0})

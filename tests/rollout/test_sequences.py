@@ -1,0 +1,130 @@
+"""Turns merge into sequences: nothing is trained twice, and nothing earlier is overwritten."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchtitan_rl.algorithms.echo import Attribution, EchoConfig, RoleEcho, ToolEcho
+from torchtitan_rl.rollout.sequences import Turn, merge_turns, turn_alphas
+
+
+def turn(prompt, completion, **changes):
+    return Turn(prompt, completion, [-0.1 * token for token in completion], **changes)
+
+
+@pytest.mark.parametrize(
+    ("turns", "ids", "sampled"),
+    [
+        ([], [], []),
+        ([turn([1, 2], [3])], [[1, 2, 3]], ["..s"]),
+        ([turn([1], [2]), turn([1, 2, 3], [4, 5])], [[1, 2, 3, 4, 5]], [".s.ss"]),
+        # A prompt that repeats what was sampled and nothing more.
+        ([turn([1], [2]), turn([1, 2], [3])], [[1, 2, 3]], [".ss"]),
+        # One that was rendered anew, with another token, or shortened.
+        ([turn([1], [2]), turn([1, 9, 3], [4])], [[1, 2], [1, 9, 3, 4]], [".s", "...s"]),
+        ([turn([1, 2], [3]), turn([1], [4])], [[1, 2, 3], [1, 4]], ["..s", ".s"]),
+        # Back to the first sequence, after a branch of its own.
+        (
+            [turn([1], [2]), turn([7], [8]), turn([1, 2, 3], [4])],
+            [[1, 2, 3, 4], [7, 8]],
+            [".s.s", ".s"],
+        ),
+        # A turn that sampled nothing.
+        ([turn([1], []), turn([1, 2], [3])], [[1, 2, 3]], ["..s"]),
+    ],
+)
+def test_merging_by_table(turns, ids, sampled):
+    sequences = merge_turns(turns)
+    assert [sequence.ids for sequence in sequences] == ids
+    marks = ["".join("s" if s else "." for s in sequence.sampled) for sequence in sequences]
+    assert marks == sampled
+    for s in sequences:
+        for token, logprob, was in zip(s.ids, s.logprobs, s.sampled, strict=True):
+            assert logprob == pytest.approx(-0.1 * token) if was else math.isnan(logprob)
+
+
+def test_the_prompt_ends_where_sampling_starts():
+    (sequence,) = merge_turns([turn([1, 2], [3]), turn([1, 2, 3, 4], [5])])
+    assert sequence.prompt_length == 2
+    (nothing,) = merge_turns([turn([1, 2], [])])
+    assert nothing.prompt_length == 2
+
+
+def test_the_longest_sequence_that_fits_is_extended():
+    turns = [turn([1], [2]), turn([1], [2, 3]), turn([1, 2, 3, 4], [5])]
+    assert [s.ids for s in merge_turns(turns)] == [[1, 2], [1, 2, 3, 4, 5]]
+
+
+def test_weights_of_earlier_turns_are_never_overwritten():
+    turns = [turn([1, 2], [3]), turn([1, 2, 3, 4], [5])]
+    (sequence,) = merge_turns(turns, [[None, 0.5, None], [9.0, 9.0, 9.0, 0.25, None]])
+    assert sequence.alphas == [None, 0.5, None, 0.25, None]
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.lists(st.integers(0, 3)), st.lists(st.integers(0, 3))), max_size=8))
+def test_every_sampled_token_is_in_exactly_one_place(parts):
+    history: list[int] = []
+    turns = []
+    for shown, sampled in parts:
+        turns.append(turn(history + shown, sampled))
+        history = history + shown + sampled
+    sequences = merge_turns(turns)
+    assert len(sequences) == (1 if turns else 0)  # every prompt extends all before it
+    for s in sequences:
+        assert s.ids == history
+        assert len(s.ids) == len(s.logprobs) == len(s.sampled) == len(s.alphas)
+    assert sum(sum(s.sampled) for s in sequences) == sum(len(sampled) for _, sampled in parts)
+
+
+USER, TOOL = (Attribution(role, content=True) for role in ("user", "tool"))
+OWN = Attribution("assistant", content=True, sampled=True)
+ECHO = EchoConfig(tool=ToolEcho(alpha=0.5))
+
+
+def test_each_turn_has_the_weights_of_what_it_was_shown():
+    turns = [
+        turn([1, 2], [3], attributions=[USER, USER, OWN]),
+        turn([1, 2, 3, 4], [5], attributions=[USER, USER, OWN, TOOL, OWN]),
+    ]
+    weights, unattributed = turn_alphas(ECHO, turns)
+    assert unattributed == 0
+    assert merge_turns(turns, weights)[0].alphas == [None, None, None, 0.5, None]
+
+
+@pytest.mark.parametrize("attributions", [None, [], [USER, TOOL]])
+def test_a_turn_that_cannot_be_attributed_ends_all_echo_but_of_samples(attributions):
+    whole = turn([1, 2], [3], attributions=[USER, TOOL, OWN])
+    turns = [whole, turn([4, 5], [6], attributions=attributions)]
+    assert turn_alphas(ECHO, turns) == ([[None] * 3] * 2, 1)
+    # Who sampled the model's own tokens needs no renderer to tell.
+    own = EchoConfig(tool=ToolEcho(), assistant=RoleEcho(alpha=2.0))
+    assert turn_alphas(own, turns) == ([[None, None, 2.0]] * 2, 1)
+
+
+def test_experts_of_several_turns_are_those_each_token_was_read_with():
+    """A turn does not know where its own last token will go: the next one does."""
+    first = turn([1, 2], [3, 4], routed_experts=np.array([[11], [12], [13], [0]]))
+    second = turn([1, 2, 3, 4, 5], [6], routed_experts=np.array([[21]] * 3 + [[14], [15], [0]]))
+    [sequence] = merge_turns([first, second])
+    assert sequence.routed_experts.tolist() == [[11], [12], [13], [14], [15], [0]]
+
+
+FILTERED = EchoConfig(tool=ToolEcho(), filter="shutil:which")
+
+
+def test_a_filter_narrows_turn_by_turn():
+    turns = [turn([1, 2, 3], [4], attributions=[USER, TOOL, TOOL, OWN])]
+    weights, _ = turn_alphas(FILTERED, turns, [[True, False, True, True]])
+    assert weights == [[None, None, 1.0, None]]
+
+
+def test_a_filter_is_checked_but_not_on_an_empty_conversation():
+    assert turn_alphas(FILTERED, [], None) == ([], 0)
+    with pytest.raises(TypeError, match="'shutil:which' must return a list of lists"):
+        turn_alphas(FILTERED, [turn([1], [2])], None)
+    with pytest.raises(ValueError, match=r"masks of \[1\] tokens for turns of \[2\]"):
+        turn_alphas(FILTERED, [turn([1], [2])], [[True]])

@@ -1,0 +1,198 @@
+"""Runs with tools and Echo, with a model that was taught to call them: real parts throughout."""
+
+import contextlib
+from dataclasses import replace
+
+import pytest
+
+from tests.support import low_tokens, small_engine
+from torchtitan_rl.actors.trainer import OptimizerConfig
+from torchtitan_rl.algorithms.advantage import AdvantageConfig
+from torchtitan_rl.algorithms.echo import EchoConfig, ToolEcho
+from torchtitan_rl.config.run import EvaluationConfig
+from torchtitan_rl.config.sampling import SamplingConfig
+from torchtitan_rl.core.waiting import Clock
+from torchtitan_rl.observability.json_lines import read_lines
+from torchtitan_rl.rollout.loop import RolloutConfig
+from torchtitan_rl.run.controller import Controller
+from torchtitan_rl.run.warm_start import (
+    WarmStartConfig,
+    check_demonstrations,
+    ensure_starting_model,
+)
+from torchtitan_rl.tasks.calculator import Calculator
+from torchtitan_rl.tasks.mixture import Mixture
+from torchtitan_rl.tasks.spelling import Spelling
+
+ECHO = EchoConfig(tool=ToolEcho())
+
+
+def config_for(folder, *, run="run", **changes):
+    base = low_tokens()
+    tasks = [
+        # Enough to name letters; a task's own temperature, and number of samples.
+        Spelling.Config(
+            echo=ECHO,
+            show_tools=False,
+            min_letters=1,
+            max_letters=2,
+            sampling=SamplingConfig(n=2, max_tokens=32, temperature=0.8),
+        ),
+        Calculator.Config(show_tools=False, min_operations=1, max_operations=1),
+    ]
+    config = replace(
+        base,
+        model="",
+        warm_start=WarmStartConfig(
+            steps=70, enough_accuracy=1.0, evaluate_every=70, cache_dir=str(folder / "models")
+        ),
+        task=Mixture.Config(tasks=tasks, weights=[2.0, 1.0]),
+        prompts_per_step=6,
+        trainer=replace(base.trainer, optimizer=OptimizerConfig(lr=2e-4)),
+        generator=replace(
+            base.generator,
+            sampling=SamplingConfig(n=3, max_tokens=32),
+            engine=replace(small_engine(), max_model_len=192),
+        ),
+        # Random rewards are as good as any: something trains in every step.
+        advantage=AdvantageConfig(name="reward"),
+        rollout=RolloutConfig(max_turns=3, holdout_share=0.3),
+        evaluation=EvaluationConfig(every=100, prompts=4),
+        thinking=True,
+        output_dir=str(folder),
+        run_name=run,
+    )
+    return replace(config, **changes)
+
+
+@contextlib.contextmanager
+def no_signals(controller):
+    yield
+
+
+@pytest.fixture(scope="module")
+async def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("outputs")
+    await ensure_starting_model(config_for(folder), no_signals)
+    return folder
+
+
+@pytest.fixture(scope="module")
+async def played(folder):
+    """Four steps, and the conversations of a fifth, twice."""
+    async with Controller(config_for(folder, run="straight")) as controller:
+        rows = [await controller.step(step) for step in range(4)]
+        fifths = [await controller.rollouts(4, Clock()) for _ in range(2)]
+        controller.rollout_log.close()
+    return rows, fifths
+
+
+@pytest.fixture(scope="module")
+def straight(played):
+    return played[0]
+
+
+def records(folder, run, step):
+    file = folder / run / "rollouts" / f"step-{step:06d}.jsonl"
+    return [record for _, record in read_lines(file)]
+
+
+async def test_tools_are_called_and_echo_learns_what_they_say(straight):
+    for row in straight:
+        assert row["tool_calls/ok/all/mean"] > 0.3
+        assert row["turns/spelling/mean"] > 1
+        assert row["mismatch/all/max"] <= 1e-4
+        assert row["echo_tokens"] > 0
+        assert row["heldout/echo_nll/mean"] > 0
+        assert row["status/finished/all/mean"] > 0
+    assert straight[-1]["echo_nll/mean"] < straight[0]["echo_nll/mean"]
+    assert straight[-1]["heldout/echo_nll/mean"] < straight[0]["heldout/echo_nll/mean"]
+
+
+def test_the_same_step_has_the_same_conversations(played):
+    """Whatever the tools' timing: so a resumed run continues exactly with tools, too."""
+    first, again = (
+        [(c.rollout.messages, c.turns) for group in groups for c in group.conversations]
+        for groups in played[1]
+    )
+    assert first == again
+    assert any(len(turns) > 1 for _, turns in first)
+
+
+def test_every_rollout_is_saved(folder, straight):
+    saved = records(folder, "straight", 0)
+    by_task = {name: [r for r in saved if r["task"] == name] for name in ("spelling", "calculator")}
+    # Each task has its own number of samples.
+    for name, n in (("spelling", 2), ("calculator", 3)):
+        groups = {r["group"] for r in by_task[name]}
+        assert groups
+        assert len(by_task[name]) == n * len(groups)
+    talked = next(r for r in by_task["spelling"] if r["tool_calls"] == ["ok"])
+    assert [m["role"] for m in talked["messages"]][:3] == ["user", "assistant", "tool"]
+    called = talked["messages"][1]["tool_calls"][0]["function"]
+    assert called["name"] == "spell"
+    assert talked["turns"] >= 2
+    assert all(talked["seconds"][phase] > 0 for phase in ("generate", "respond", "grade"))
+    assert talked["advantage"] == talked["reward"]
+    counted = [r for r in by_task["calculator"] if r["tool_calls"].count("ok")]
+    assert counted
+    assert all(r["state"] == {"operations": r["tool_calls"].count("ok")} for r in counted)
+    heldout = [
+        r
+        for step in range(4)
+        for r in records(folder, "straight", step)
+        if r["split"] == "held out"
+    ]
+    assert heldout
+
+
+def test_echo_makes_no_other_starting_model(folder):
+    config = config_for(folder)
+    quiet = replace(config, task=config.task.without_echo())
+    assert quiet.model_folder == config.model_folder
+    assert [part.echo for part in quiet.task.parts()] == [None, None]
+
+
+async def test_a_dump_trains_as_the_run_did(folder, straight):
+    """Several tasks, turns, echo and held-out rollouts: every number of the trainer is the same."""
+    config = config_for(folder, run="again", train_from=str(folder / "straight"), steps=4)
+    config = replace(config, trainer=replace(config.trainer, export_tokens=True))
+    async with Controller(config) as controller:
+        rows = [await controller.step(step) for step in range(4)]
+        await controller.save()
+        controller.rollout_log.close()
+        assert controller.crew.environment is None
+    skipped = ("time/", "tokens_per_second", "echo_unattributed", "eval/", "sync/")
+    for row, original in zip(rows, straight, strict=True):
+        numbers = {k: v for k, v in original.items() if not k.startswith(skipped)}
+        assert {k: row[k] for k in numbers} == numbers
+    assert records(folder, "again", 3) == records(folder, "straight", 3)
+    exported = list(read_lines(folder / "again" / "tokens" / "step-000003-rank-0.jsonl"))
+    trained = {f"{r['group']}/{r['sample']}/0": r for r in records(folder, "again", 3)}
+    for _, record in exported:
+        [sequence] = trained[record["name"]]["sequences"]
+        assert record["ids"] == sequence["prompt_ids"] + sequence["ids"]
+    assert any(1 in record["echo"] for _, record in exported)
+
+
+def test_demonstrations_that_are_none_name_their_task(folder, monkeypatch):
+    controller = Controller(config_for(folder, run="taught", resume=False))
+    check_demonstrations(controller)
+    tool = {"role": "tool", "name": "spell", "content": "x"}
+    own = {"role": "assistant", "content": "x"}
+
+    def calls(name, **arguments):
+        call = {"name": name, "arguments": arguments}
+        return [{**own, "tool_calls": [{"function": call}]}, tool, own]
+
+    spelling = controller.tasks["spelling"]
+    for messages, said in (
+        ([], "must start with an assistant message"),
+        ([tool, own], "must start with an assistant message"),
+        ([own, own], "two assistant messages in a row"),
+        (calls("spel", word="x"), "it calls the tool 'spel'; did you mean 'spell'"),
+        (calls("spell", words="x"), "wrong arguments of spell"),
+    ):
+        monkeypatch.setattr(spelling, "demonstration", lambda *_, said=messages: said)
+        with pytest.raises(ValueError, match=f"demonstration of task 'spelling': .*{said}"):
+            check_demonstrations(controller)

@@ -1,0 +1,124 @@
+"""The starting model: made once, from a seed, and taken up again where Ctrl-C left it."""
+
+import contextlib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.support import low_tokens
+from torchtitan_rl.actors.generator import VLLMGenerator
+from torchtitan_rl.actors.simulated import SimulatedGenerator, SimulatedTrainer
+from torchtitan_rl.actors.trainer import Trainer
+from torchtitan_rl.core.waiting import Interrupted
+from torchtitan_rl.run.controller import Controller
+from torchtitan_rl.run.warm_start import (
+    WarmStartConfig,
+    demonstration,
+    ensure_starting_model,
+    work_folder,
+)
+from torchtitan_rl.tasks.sum_digits import SumDigits
+
+
+def config_for(folder: Path) -> Controller.Config:
+    warm = WarmStartConfig(
+        steps=6, demonstrations_per_step=4, evaluate_every=6, cache_dir=str(folder)
+    )
+    # What is sampled does not matter here.
+    generator = SimulatedGenerator.Config(sampling=low_tokens().generator.sampling)
+    return replace(
+        low_tokens(), model="", warm_start=warm, task=SumDigits.Config(), generator=generator
+    )
+
+
+def stop_after(steps: int, seen: list[str]):
+    """In place of signal handlers: a Ctrl-C that comes in that step of imitation."""
+
+    @contextlib.contextmanager
+    def signals(controller: Controller):
+        train, taken = controller.train, 0
+
+        async def counted(episodes):
+            nonlocal taken
+            taken += 1
+            if taken == steps:
+                controller.interrupted.set()
+            seen.extend(e.group_id for e in episodes)
+            return await train(episodes)
+
+        controller.train = counted  # type: ignore[method-assign]
+        yield
+
+    return signals
+
+
+async def test_an_interrupted_warm_start_goes_on_where_it_stopped(tmp_path):
+    config, seen = config_for(tmp_path), []
+    with pytest.raises(Interrupted):
+        await ensure_starting_model(config, stop_after(4, seen))
+    assert not config.model_folder.exists()
+    await ensure_starting_model(config, stop_after(100, seen))
+    assert seen == [f"demonstration/{i}" for i in range(6 * 4)]
+    assert (config.model_folder / "model.safetensors").is_file()
+    assert [f.name for f in tmp_path.iterdir()] == [config.model_folder.name]
+
+
+async def test_a_model_that_is_there_is_used_as_it_is(tmp_path):
+    config = config_for(tmp_path)
+    config.model_folder.mkdir(parents=True)
+    await ensure_starting_model(config, None)
+    assert not list(config.model_folder.iterdir())
+
+
+async def test_simulated_actors_start_from_a_model_that_no_real_run_is_given(tmp_path):
+    simulated = replace(
+        config_for(tmp_path),
+        trainer=SimulatedTrainer.Config(threads=1, seconds_per_step=1000.0),
+        evaluation=replace(low_tokens().evaluation, every=100),
+        prompts_per_step=2,
+        steps=1,
+        output_dir=str(tmp_path / "outputs"),
+        run_name="run",
+    )
+    await ensure_starting_model(simulated, None)  # without 1000 s a step of imitation
+    quick = replace(simulated, trainer=SimulatedTrainer.Config(threads=1))
+    assert quick.model_folder == simulated.model_folder
+    async with Controller(quick) as controller:
+        await controller.run()
+        # A demonstration has no token_versions, and teaches a simulated trainer nothing.
+        await controller.train(demonstration(controller, 0))
+    real = replace(quick, generator=VLLMGenerator.Config(), trainer=Trainer.Config())
+    folders = [quick, replace(quick, trainer=real.trainer), real]
+    assert len({config.model_folder for config in folders}) == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        ({}, True),
+        ({"steps": 7}, True),
+        ({"seed": 1}, False),
+        ({"thinking": True}, False),
+        ({"task": SumDigits.Config(max_numbers=3)}, False),
+        ({"warm_start": WarmStartConfig(lr=1e-3)}, False),
+        ({"warm_start": WarmStartConfig(experts=8)}, False),
+    ],
+    ids=str,
+)
+def test_the_folder_is_that_of_the_settings_that_make_the_model(change, same):
+    config = replace(low_tokens(), model="", warm_start=WarmStartConfig(), task=SumDigits.Config())
+    assert (replace(config, **change).model_folder == config.model_folder) is same
+
+
+def test_only_ctrl_c_keeps_what_was_begun(tmp_path):
+    with contextlib.suppress(Interrupted), work_folder(tmp_path / "m") as first:
+        (first / "begun").touch()
+        with work_folder(tmp_path / "m") as second:  # a run beside it makes its own
+            assert second != first
+        raise Interrupted
+    with contextlib.suppress(KeyError), work_folder(tmp_path / "m") as again:
+        assert again == first
+        assert (again / "begun").exists()
+        raise KeyError
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,127 @@
+"""Waiting: with a deadline that says for whom, and never past a stop."""
+
+import asyncio
+
+import pytest
+
+from torchtitan_rl.core.waiting import Clock, Interrupted, together, unless
+from torchtitan_rl.supervision.calls import answer
+
+
+async def value(result):
+    return result
+
+
+async def failure(error):
+    raise error
+
+
+async def forever(seen=None):
+    """Never answers; notes in `seen` that it was started, and how it ended."""
+    seen = [] if seen is None else seen
+    seen.append("started")
+    try:
+        await asyncio.Event().wait()
+    except asyncio.CancelledError:
+        seen.append("cancelled")
+        raise
+
+
+class Reply:
+    """Awaitable but no coroutine, as Monarch's futures are."""
+
+    def __await__(self):
+        yield from value(7).__await__()
+        return 7
+
+
+@pytest.mark.parametrize("make", [lambda: value(7), Reply])
+async def test_an_answer_in_time_is_returned(make):
+    assert await answer("anyone", make(), deadline_seconds=60) == 7
+    assert await unless(asyncio.Event(), make()) == 7
+
+
+async def test_the_deadline_says_who_was_waited_for_and_how_long():
+    seen = []
+    with pytest.raises(TimeoutError, match=r"waited 0 s for the trainer to save.*deadline_seconds"):
+        await answer("the trainer to save", forever(seen), deadline_seconds=0.01)
+    assert seen == ["started", "cancelled"]
+
+
+async def test_an_error_of_the_actor_comes_through():
+    with pytest.raises(KeyError, match="lost"):
+        await answer("anyone", failure(KeyError("lost")), deadline_seconds=60)
+    with pytest.raises(KeyError, match="lost"):
+        await unless(asyncio.Event(), failure(KeyError("lost")))
+
+
+async def test_a_timeout_of_the_actors_own_is_not_taken_for_the_deadline():
+    with pytest.raises(TimeoutError, match="the actor's own"):
+        await answer("anyone", failure(TimeoutError("the actor's own")), deadline_seconds=3600)
+
+
+async def test_a_stop_interrupts_and_drops_the_work():
+    stop, seen = asyncio.Event(), []
+    waiting = asyncio.ensure_future(unless(stop, forever(seen)))
+    while not seen:
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    stop.set()
+    with pytest.raises(Interrupted):
+        await waiting
+    assert seen == ["started", "cancelled"]
+
+
+async def test_a_stop_that_came_before_interrupts_too():
+    stop = asyncio.Event()
+    stop.set()
+    with pytest.raises(Interrupted):
+        await unless(stop, forever())
+
+
+async def test_work_that_is_done_is_returned_though_a_stop_came():
+    stop = asyncio.Event()
+
+    async def work():
+        stop.set()
+        return 7
+
+    assert await unless(stop, work()) == 7
+
+
+async def test_cancelling_the_wait_cancels_the_work():
+    seen = []
+    waiting = asyncio.ensure_future(unless(asyncio.Event(), forever(seen)))
+    while not seen:
+        await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert seen == ["started", "cancelled"]
+
+
+async def test_nothing_is_left_running():
+    before = asyncio.all_tasks()
+    await unless(asyncio.Event(), value(7))
+    await together(value(1), value(2))
+    assert asyncio.all_tasks() == before
+
+
+async def test_together_gives_all_answers_in_order():
+    assert await together(value(1), Reply(), value(3)) == [1, 7, 3]
+    assert await together() == []
+
+
+async def test_one_failure_ends_the_others_before_it_is_raised():
+    seen = []
+    with pytest.raises(KeyError, match="lost"):
+        await together(forever(seen), failure(KeyError("lost")))
+    assert seen == ["started", "cancelled"]
+
+
+def test_a_clock_has_the_seconds_of_each_phase_that_ended():
+    clock = Clock()
+    with clock("generate"), clock("inner"):
+        pass
+    assert clock.seconds.keys() == {"generate", "inner"}
+    assert clock.seconds["generate"] >= clock.seconds["inner"] >= 0

@@ -1,0 +1,170 @@
+"""Several generators as one: real processes, really killed. Their engines are simulated, to start
+sooner; tests/runs kills real ones."""
+
+import asyncio
+from collections import Counter
+
+import pytest
+
+from torchtitan_rl.actors.simulated import SimulatedGenerator
+from torchtitan_rl.config.sampling import SamplingConfig
+from torchtitan_rl.core.types import Completion
+from torchtitan_rl.supervision.calls import WorkerDiedError
+from torchtitan_rl.supervision.generators import Generators, GeneratorsDiedError
+from torchtitan_rl.supervision.spawn import spawn_generator
+
+SAMPLING = SamplingConfig(n=2, max_tokens=16)
+CONFIG = SimulatedGenerator.Config(sampling=SAMPLING, seconds_per_token=0.01, threads=1)
+
+
+@pytest.fixture(scope="module")
+async def generators(tiny_model):
+    def spawn(number):
+        return spawn_generator(CONFIG, model=tiny_model, seed=0)
+
+    generators = Generators(spawn, 2, deadline_seconds=150)
+    await generators.start()
+    yield generators
+    await generators.stop()
+
+
+def sample(generators, count, sampling=SAMPLING, turn=""):
+    names = [f"group {i}" for i in range(count)]
+    prompts = [[5, 6, i % 100] for i in range(count)]
+    return generators.sample(prompts, [sampling] * count, [n + turn for n in names], names)
+
+
+def ids(completions):
+    return [(c.prompt_idx, c.token_ids) for c in completions]
+
+
+async def test_work_is_shared_and_comes_back_in_order(generators):
+    completions = await sample(generators, 6)
+    assert [c.prompt_idx for c in completions] == [i for i in range(6) for _ in range(2)]
+    assert [c.prompt_token_ids[2] for c in completions] == [i for i in range(6) for _ in range(2)]
+    homes = Counter(replica.number for replica in generators._homes.values())
+    assert homes == {0: 3, 1: 3}
+    assert [replica.load for replica in generators.replicas] == [0, 0]
+    # A later turn goes where its prefix is, however loaded.
+    before = dict(generators._homes)
+    await sample(generators, 6, turn="/0/1")
+    assert dict(generators._homes) == before
+
+
+async def test_a_killed_generator_is_replaced_and_nothing_is_lost(generators):
+    whole = await sample(generators, 12)
+    long = SamplingConfig(n=2, max_tokens=100)
+    under_way = asyncio.ensure_future(sample(generators, 12, long))
+    while not any(replica.load for replica in generators.replicas):
+        await asyncio.sleep(0.01)
+    victim = generators.replicas[1].spawned
+    for process in victim.processes:
+        process.kill()
+    made = await under_way
+    assert [c.prompt_idx for c in made] == [i for i in range(12) for _ in range(2)]
+    assert all(len(c.token_ids) <= 100 for c in made)
+    assert generators.deaths.total == 1
+    for process in generators.replicas[0].spawned.processes:  # it is idle: no call tells of it
+        process.kill()
+    async with asyncio.timeout(60):
+        while generators.deaths.total < 2 or len(generators._alive) < 2:
+            await asyncio.sleep(0.05)
+    assert generators.replicas[1].spawned is not victim
+    assert generators.deaths.total == 2
+    # The same samples as ever: seeds belong to groups, not to generators.
+    assert ids(await sample(generators, 12)) == ids(whole)
+    assert generators.deaths.in_a_row == 0
+
+
+async def test_generators_that_only_die_end_the_run_with_a_reason():
+    class Dead:
+        alive = True
+
+        async def stop(self):
+            pass
+
+        @property
+        def actor(self):
+            raise WorkerDiedError("its process died: out of memory")
+
+    async def spawn(number):
+        return Dead()
+
+    doomed = Generators(spawn, 2, most_deaths_in_a_row=3)
+    await doomed.start()
+    with pytest.raises(GeneratorsDiedError, match=r"one after the other.*out of memory"):
+        async with asyncio.timeout(10):
+            await sample(doomed, 4)
+    await doomed.stop()
+
+
+async def test_one_that_cannot_be_started_again_is_told_to_who_waits():
+    started = 0
+
+    class Dying:
+        alive = True
+
+        async def stop(self):
+            pass
+
+        @property
+        def actor(self):
+            raise WorkerDiedError("gone")
+
+    async def spawn(number):
+        nonlocal started
+        started += 1
+        if started > 1:
+            raise OSError("no memory left")
+        return Dying()
+
+    doomed = Generators(spawn, 1)
+    await doomed.start()
+    with pytest.raises(GeneratorsDiedError, match="no memory left"):
+        async with asyncio.timeout(10):
+            await sample(doomed, 1)
+
+
+async def test_one_that_cannot_be_replaced_does_not_end_the_others():
+    """The first sampler dies for good; the second goes on alone."""
+    started: list[int] = []
+
+    class Sampler:
+        alive = True
+
+        def __init__(self, number):
+            self.number = number
+
+        async def stop(self):
+            pass
+
+        @property
+        def actor(self):
+            if self.number == 0:
+                raise WorkerDiedError("gone")
+            return self
+
+        @property
+        def generate(self):
+            return self
+
+        async def call_one(self, prompts, *, sampling_config, group_ids):
+            return [
+                Completion(0, index, prompt, "", [1], None, "stop")
+                for index, prompt in enumerate(prompts)
+            ]
+
+    async def spawn(number):
+        started.append(number)
+        if started.count(0) > 1:
+            raise OSError("no memory left")
+        return Sampler(number)
+
+    pair = Generators(spawn, 2)
+    await pair.start()
+    one = SamplingConfig(n=1, max_tokens=1)
+    for _ in range(3):
+        async with asyncio.timeout(10):
+            assert [c.prompt_idx for c in await sample(pair, 4, one)] == [0, 1, 2, 3]
+    assert [replica.number for replica in pair._alive] == [1]
+    await pair.stop()

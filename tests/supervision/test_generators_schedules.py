@@ -1,0 +1,358 @@
+"""Several generators as one, whose processes die, hang and fail to start: in virtual time."""
+
+import asyncio
+import random
+from types import SimpleNamespace
+
+import pytest
+from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
+from monarch.actor import ActorError
+
+from tests.mortal_generators import (
+    BAD,
+    DEADLINE,
+    DEADLY,
+    Process,
+    World,
+    in_virtual_time,
+    loads,
+    sample,
+)
+from torchtitan_rl.core.types import Completion
+from torchtitan_rl.engines.vllm.engine import EngineDiedError
+from torchtitan_rl.supervision.calls import DeadlineError
+from torchtitan_rl.supervision.generators import DeadlyPromptError, GeneratorsDiedError
+
+SEEDS = 1000
+ENDS = (DeadlyPromptError, GeneratorsDiedError, DeadlineError, ActorError)
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch):
+    """What is said on the console."""
+    lines = []
+    monkeypatch.setattr(
+        "torchtitan_rl.supervision.replicas.console.print", lambda line, **_: lines.append(line)
+    )
+    return lines
+
+
+# ---- any schedule -----------------------------------------------------------------------------
+
+
+async def client(world, rng, generators, number, ends):
+    await asyncio.sleep(rng.random() * 10)
+    tokens = [DEADLY] * world.happens(0.03) + [BAD] * world.happens(0.05)
+    prompts = [[number, i, *(tokens if i == 0 else [])] for i in range(rng.randrange(1, 5))]
+    n = rng.randrange(1, 3)
+    limit = rng.choice([None, None, 0.0, rng.random() * 5])
+    floor = world.pulled
+    try:
+        async with asyncio.timeout(limit):
+            made = await sample(generators, prompts, n, f"client {number}")
+    except TimeoutError as error:
+        ends.append("late" if isinstance(error, DeadlineError) else "cancelled")
+        return
+    except ENDS as error:
+        ends.append(type(error).__name__)
+        return
+    assert [c.prompt_idx for c in made] == [i for i in range(len(prompts)) for _ in range(n)]
+    assert [c.prompt_token_ids for c in made] == [p for p in prompts for _ in range(n)]
+    assert all(bool(c.token_ids) == (c.finish_reason != "abort") for c in made)
+    assert all(c.text for c in made if not c.token_ids)
+    assert any(c.token_ids for c in made)
+    assert all(c.policy_version >= floor for c in made)
+    ends.append("made")
+
+
+async def any_schedule(world, generators, ends):
+    rng, before = random.Random(f"clients {world.seed}"), len(ends)
+
+    async def train():
+        for version in range(1, 5):
+            await asyncio.sleep(rng.random() * 4)
+            await world.pull(generators, version)
+
+    clients = [client(world, rng, generators, i, ends) for i in range(rng.randrange(1, 8))]
+    tasks = [asyncio.create_task(work) for work in (train(), *clients)]
+    if rng.random() < 0.3:  # stopped in the middle
+        await asyncio.wait(tasks, timeout=rng.random() * 10)
+        await generators.stop()
+        if rng.random() < 0.5:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            return
+    await asyncio.gather(*tasks)
+    assert len(ends) == before + len(clients)
+    await asyncio.sleep(DEADLINE + 1)  # one that hangs does not answer a cancellation either
+    assert loads(generators) == [0] * len(generators.replicas)
+
+
+def test_under_any_schedule_every_call_ends_and_nothing_is_left():
+    ends: list[str] = []
+    for seed in range(SEEDS):
+        chance = random.Random(f"world {seed}")
+        world = World(seed, longest=chance.choice([0.0, 1.0, 3.0]))
+        for what in ("die", "hang", "refuse", "no_start", "idle_death", "no_end"):
+            most = 0.05 if what == "hang" else 0.3
+            setattr(world, what, chance.choice([0.0, 0.05, most]))
+        starting, world.no_start, world.hang = (world.no_start, world.hang), 0.0, 0.0
+
+        async def scenario(generators, world=world, starting=starting):
+            world.no_start, world.hang = starting
+            await any_schedule(world, generators, ends)
+
+        try:
+            in_virtual_time(world, chance.randrange(1, 4), scenario)
+        except BaseException as error:
+            error.add_note(f"seed {seed}: {world}")
+            raise
+    assert ends.count("made") > SEEDS
+    assert {"cancelled", "DeadlyPromptError", "GeneratorsDiedError", "ActorError"} < set(ends)
+
+
+# ---- one thing at a time ----------------------------------------------------------------------
+
+
+def test_one_that_was_lost_is_tried_again_when_another_dies_and_is_waited_for():
+    world = World(longest=0.0)
+
+    async def scenario(generators):
+        first, second = generators.replicas
+        world.no_start = 1.0
+        first.spawned.die()
+        await asyncio.sleep(1)
+        assert "out of memory" in str(first.lost)
+        world.no_start, world.longest = 0.0, 4.0
+        second.spawned.die()
+        await asyncio.sleep(1)
+        assert not generators._alive
+        assert len(await sample(generators, [[1]])) == 2
+        await asyncio.sleep(20)
+        assert generators._alive == [first, second]
+
+    in_virtual_time(world, 2, scenario)
+
+
+def test_one_that_hangs_is_replaced_whether_it_samples_or_pulls():
+    world = World()
+
+    async def scenario(generators):
+        generators.replicas[0].spawned.deaf = True
+        assert len(await sample(generators, [[1], [2]])) == 4
+        assert generators.deaths.total == 1
+        generators.replicas[0].spawned.deaf = True
+        await world.pull(generators, 1)
+        assert generators.deaths.total == 2
+        await asyncio.sleep(5)
+        assert [process.version for process in world.made if not process.ended] == [1, 1]
+
+    in_virtual_time(world, 2, scenario)
+
+
+def test_one_that_dies_while_it_starts_is_seen_and_not_waited_for():
+    world = World(longest=1.0)
+
+    async def scenario(generators):
+        await world.pull(generators, 1)
+        generators.replicas[0].spawned.die()
+        while len(world.made) == 1:
+            await asyncio.sleep(0.1)
+        world.made[1].die()  # it is to pull the weights, and will never answer
+        async with asyncio.timeout(DEADLINE / 2):
+            await sample(generators, [[1]])
+        assert len(world.made) == 3
+        assert generators.deaths.total == 1
+
+    in_virtual_time(world, 1, scenario, deadline_seconds=1000.0)
+
+
+def test_one_that_hangs_gets_no_more_work_when_its_callers_give_up():
+    world = World()
+
+    async def scenario(generators):
+        generators.replicas[0].spawned.deaf = True
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(sample(generators, [[1]], n=4), 2)
+        assert loads(generators) == [4, 0]
+        for name in ("a", "b", "c"):
+            assert len(await sample(generators, [[2]], name=name)) == 2
+        assert [number for number, _ in world.calls] == [0, 1, 1, 1]
+        await asyncio.sleep(DEADLINE + 5)
+        assert loads(generators) == [0, 0]
+        assert generators.deaths.total == 1
+
+    in_virtual_time(world, 2, scenario)
+
+
+def test_who_waits_too_long_is_told_what_everyone_does():
+    world = World(longest=0.0)
+
+    async def scenario(generators):
+        first, second = generators.replicas
+        generators._most_deaths = 1
+        world.longest = 1000.0  # not even ending one comes to an end
+        first.spawned.die()
+        await asyncio.sleep(12)
+        second.spawned.die()
+        state = "generator 0: being replaced for 4. s; generator 1: lost: .*its process has ended"
+        with pytest.raises(DeadlineError, match=f"waited 30 s for a generator: {state}"):
+            await sample(generators, [[1]])
+        world.longest = 0.0
+
+    in_virtual_time(world, 2, scenario)
+
+
+def test_what_cannot_be_watched_is_said_once_and_the_others_are_still_watched(quiet):
+    world = World(longest=0.0)
+
+    class Unwatched(Process):
+        @property
+        def alive(self):
+            raise PermissionError("not yours")
+
+    async def scenario(generators):
+        generators.replicas[0].spawned.__class__ = Unwatched
+        await asyncio.sleep(5)
+        generators.replicas[1].spawned.die()
+        await asyncio.sleep(5)
+        assert generators.deaths.total == 1
+        assert len(generators._alive) == 2
+        assert sum("cannot be watched: PermissionError: not yours" in line for line in quiet) == 1
+
+    in_virtual_time(world, 2, scenario)
+
+
+def test_one_that_cannot_be_ended_is_replaced_all_the_same():
+    world = World(longest=0.0)
+
+    async def scenario(generators):
+        world.no_end = 1.0
+        generators.replicas[0].spawned.die()
+        await asyncio.sleep(1)
+        assert len(generators._alive) == 1
+        assert len(generators.replicas[0].processes) == 2
+        world.no_end = 0.0
+
+    in_virtual_time(world, 1, scenario)
+
+
+def test_a_call_that_is_cancelled_before_it_begins_leaves_no_load():
+    async def scenario(generators):
+        call = asyncio.create_task(sample(generators, [[1], [2]]))
+        await asyncio.sleep(0)  # it has dealt, and no generator is asked yet
+        assert loads(generators) == [2, 2]
+        call.cancel()
+        await asyncio.wait({call})
+        assert loads(generators) == [0, 0]
+
+    in_virtual_time(World(), 2, scenario)
+
+
+@pytest.mark.parametrize("turns", range(40))
+def test_a_successor_joins_with_the_weights_of_a_pull_at_any_moment(turns):
+    world = World(longest=0.0)
+
+    async def scenario(generators):
+        await world.pull(generators, 1)
+        generators.replicas[0].spawned.die()
+        await asyncio.sleep(0.5)  # it is seen, and from now on a successor starts
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await world.pull(generators, 2)
+        made = await sample(generators, [[1]])
+        assert {completion.policy_version for completion in made} == {2}
+
+    in_virtual_time(world, 1, scenario)
+
+
+def test_a_prompt_that_kills_is_given_up_and_costs_nobody_else_anything():
+    world = World()
+
+    async def scenario(generators):
+        others = asyncio.gather(*(sample(generators, [[i]], name=f"{i}") for i in range(8)))
+        with pytest.raises(DeadlyPromptError, match="3 generators died over group 'deadly 0'"):
+            await sample(generators, [[DEADLY]], name="deadly")
+        assert all(c.token_ids for made in await others for c in made)
+        assert generators.deaths.total == 3
+        made = await sample(generators, [[1], [DEADLY], [2], [3]], name="beside")
+        assert [c.finish_reason for c in made[::2]] == ["stop", "abort", "stop", "stop"]
+        assert made[2].text.startswith("DeadlyPromptError: 3 generators died over group 'beside 1'")
+        assert [c.prompt_idx for c in made] == [0, 0, 1, 1, 2, 2, 3, 3]
+
+    in_virtual_time(world, 2, scenario)
+
+
+def test_a_bad_prompt_costs_its_neighbours_nothing_and_is_an_error_when_alone(quiet):
+    world = World()
+
+    async def scenario(generators):
+        await world.pull(generators, 3)
+        made = await sample(generators, [[1], [2], [BAD], [4]])
+        assert [len(c.token_ids) for c in made] == [1, 1, 1, 1, 0, 0, 1, 1]
+        lost = Completion(3, 2, [BAD], "ValueError: a bad prompt", [], [], "abort")
+        assert made[4:6] == [lost, lost]
+        assert not quiet  # the run says it, together with all else that failed in its step
+        for prompts in ([[BAD]], [[BAD], [BAD], [BAD]]):
+            with pytest.raises(ActorError, match="a bad prompt"):
+                await sample(generators, prompts)
+        assert generators.deaths.total == 0
+
+    in_virtual_time(world, 2, scenario)
+
+
+def test_groups_come_home_until_the_weights_change():
+    world = World()
+
+    async def scenario(generators):
+        generators.replicas[1].spawned.die()
+        await asyncio.sleep(0.5)
+        await sample(generators, [[i] for i in range(4)])
+        await asyncio.sleep(5)
+        await sample(generators, [[i] for i in range(4)])
+        assert {number for number, _ in world.calls} == {0}
+        await world.pull(generators, 1)
+        await sample(generators, [[i] for i in range(4)])
+        assert {number for number, _ in world.calls} == {0, 1}
+
+    in_virtual_time(world, 2, scenario)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0])
+def test_stop_ends_what_is_being_replaced_and_starts_no_more(seconds):
+    world = World(seed=3, longest=3.0)
+
+    async def scenario(generators):
+        waiting = asyncio.create_task(sample(generators, [[1]]))
+        for replica in generators.replicas:
+            replica.spawned.die()
+        await asyncio.sleep(0.5 + seconds)
+        await generators.stop()
+        with pytest.raises(GeneratorsDiedError, match="were stopped"):
+            await waiting
+        made = len(world.made)
+        with pytest.raises(GeneratorsDiedError, match="were stopped"):
+            await sample(generators, [[1]])
+        await asyncio.sleep(20)
+        assert len(world.made) == made
+        assert all(process.ended for process in world.made)
+
+    in_virtual_time(world, 2, scenario)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [SupervisionError("gone"), EngineDiedError("gone"), ActorError(EngineDiedError("gone"))],
+)
+def test_a_death_is_one_however_it_is_told(error):
+    async def scenario(generators):
+        def dead(*_args, **_more):
+            raise error
+
+        victim = generators.replicas[0].spawned
+        victim.actor = SimpleNamespace(generate=SimpleNamespace(call_one=dead))
+        assert len(await sample(generators, [[1]])) == 2
+        assert generators.deaths.total == 1
+
+    in_virtual_time(World(), 1, scenario)

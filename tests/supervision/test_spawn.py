@@ -1,0 +1,76 @@
+"""Processes that do not start in time: tried once more, then named."""
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import psutil
+
+from torchtitan_rl.actors.grader import Grader
+from torchtitan_rl.platform.worker_main import PARENT_VARIABLE
+from torchtitan_rl.supervision import spawn
+from torchtitan_rl.tasks.sum_digits import SumDigits
+
+SPAWN_A_GRADER = """
+import asyncio, os
+from torchtitan_rl.supervision.spawn import end_all_processes, spawn_grader
+from torchtitan_rl.actors.grader import Grader
+from torchtitan_rl.tasks.sum_digits import SumDigits
+
+try:
+    asyncio.run(spawn_grader(Grader.Config(), SumDigits.Config()))
+except TimeoutError as error:
+    print(error, flush=True)
+end_all_processes()
+os._exit(0)
+"""
+
+
+def test_a_worker_that_does_not_start_is_named_with_a_remedy():
+    run = subprocess.run(
+        [sys.executable, "-c", SPAWN_A_GRADER],
+        # Monarch reads it once, when it is imported.
+        env={**os.environ, spawn.START_SECONDS_VARIABLE: "5ms"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    first, second = run.stdout.splitlines()
+    assert first.startswith("the grader's process did not start")
+    assert first.endswith("trying once more")
+    assert second.startswith("the grader's process did not start")
+    assert second.endswith(f"Set {spawn.START_SECONDS_VARIABLE}=300s to wait longer")
+
+
+async def test_a_second_attempt_may_succeed(monkeypatch, capsys):
+    real = spawn.this_host()
+    attempts = []
+
+    async def too_late():
+        raise ValueError("statuses: Timeout(60s)")
+
+    def spawn_procs(**arguments):
+        attempts.append(arguments["name"])
+        if len(attempts) == 1:
+            return SimpleNamespace(initialized=too_late())
+        return real.spawn_procs(**arguments)
+
+    monkeypatch.setattr(spawn, "this_host", lambda: SimpleNamespace(spawn_procs=spawn_procs))
+    grader = await spawn.spawn_grader(Grader.Config(), SumDigits.Config())
+    assert all(map(psutil.Process.is_running, grader.processes))
+    assert attempts == ["grader", "grader"]
+    assert "Timeout(60s); trying once more" in capsys.readouterr().out
+    await grader.stop()
+
+
+def test_a_worker_whose_parent_died_while_it_started_ends():
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    worker = subprocess.run(
+        [sys.executable, "-m", "torchtitan_rl.platform.worker_main"],
+        env={**os.environ, PARENT_VARIABLE: str(gone.pid)},
+        capture_output=True,
+        timeout=60,
+    )
+    assert (worker.returncode, worker.stderr) == (1, b"")

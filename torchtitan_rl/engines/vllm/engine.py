@@ -1,0 +1,399 @@
+"""An in-process vLLM engine on a thread of its own; usable without any actor.
+
+Everything that touches the engine runs on that thread, between two engine steps: new requests,
+aborts, weight swaps. So a swap needs no lock, and a step is never interrupted.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import itertools
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from torchtitan_rl.config.sampling import SamplingConfig
+from torchtitan_rl.core.types import Completion
+from torchtitan_rl.engines.vllm.build import build_llm_engine
+from torchtitan_rl.engines.vllm.routing import RoutingSource, make_routing_source
+from torchtitan_rl.models.hf import tensor_shapes
+from torchtitan_rl.platform import Dtype
+from torchtitan_rl.weight_sync.handle import WeightHandle
+from torchtitan_rl.weight_sync.reading import check_model
+
+Prompt = str | list[int]
+
+
+class PromptError(ValueError):
+    """A prompt the engine cannot take; the message names it and says why."""
+
+
+class EngineDiedError(RuntimeError):
+    """The engine failed in a step; every request in flight failed with it."""
+
+
+@dataclass(kw_only=True, slots=True)
+class EngineConfig:
+    """The engine's own settings."""
+
+    dtype: Dtype = "auto"
+    """`auto`: float32 on a CPU, bfloat16 on a GPU."""
+    max_model_len: int = 512
+    """Longest prompt + completion, in tokens."""
+    max_num_seqs: int = 256
+    """Most completions decoded side by side."""
+    max_num_batched_tokens: int = 8192
+    """Most tokens in one engine step; bounds how many prompts are prefilled together."""
+    block_size: int = 32
+    """Tokens per KV-cache block. What does not fill one is never prefix-cached; on a CPU, samples
+    of a prompt that start together share it all the same."""
+    kv_cache_gib: float = 0.5
+    """Memory of the KV cache."""
+    enforce_eager: bool = False
+    """Skip torch.compile and CUDA graphs. Always on for a CPU."""
+    drain: bool = False
+    """Finish requests in flight before new weights are served; else they go on with these."""
+    return_routed_experts: bool = False
+    """Return the experts each token went to, for router replay; mixtures of experts only."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "max_num_seqs", "block_size", "kv_cache_gib"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"engine.{name} must be positive; got {getattr(self, name)}")
+        if self.max_num_batched_tokens < self.max_model_len:
+            raise ValueError(
+                f"engine.max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
+                f"engine.max_model_len ({self.max_model_len})"
+            )
+
+
+def sample_seed(run_seed: int, group_id: str, sample: int) -> int:
+    """A seed that depends on run, group and sample, and on nothing else: not on timing or order.
+
+    Example:
+        >>> sample_seed(0, "0/1", 0) != sample_seed(0, "0/10", 0)
+        True
+    """
+    digest = hashlib.blake2b(f"{run_seed}|{group_id}|{sample}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1  # vLLM takes a signed 64-bit seed
+
+
+@dataclass(slots=True)
+class _Call:
+    """One `generate` call in flight: filled request by request, resolved as a whole."""
+
+    future: Future
+    names: frozenset[str]
+    completions: list[Completion | None]
+    missing: int
+    request_ids: list[str]
+
+
+@dataclass(slots=True)
+class _Slot:
+    """One request in flight: where its completion goes, and who samples it."""
+
+    call: _Call
+    index: int
+    prompt_idx: int
+    vllm_id: str
+    """What vLLM calls the request."""
+    versions: list[tuple[int, int]]
+    """From which token on which weights sample; more than one after a swap."""
+
+    def token_versions(self, tokens: int) -> list[int]:
+        """Of each of its tokens.
+
+        Example:
+            versions [(0, 3), (2, 4)], 5 tokens: [3, 3, 4, 4, 4]
+        """
+        ends = [first for first, _ in self.versions[1:]] + [tokens]
+        return [
+            version
+            for (first, version), end in zip(self.versions, ends, strict=True)
+            for _ in range(first, end)
+        ]
+
+
+class Engine:
+    """Continuous batching over concurrent `generate` calls, with weight swaps between steps."""
+
+    def __init__(
+        self, model: str, config: EngineConfig, *, seed: int, tensor_parallel: int = 1
+    ) -> None:
+        self._model, self._config = model, config
+        self._seed, self._tensor_parallel = seed, tensor_parallel
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._slots: dict[str, _Slot] = {}
+        self._ids = itertools.count()
+        self._dead: BaseException | None = None
+        self._routing: RoutingSource | None = None
+        self.policy_version = 0
+        self._open = asyncio.Event()
+        self._open.set()
+        self._in_flight: set[asyncio.Future] = set()
+        started: Future[None] = Future()
+        self._thread = threading.Thread(
+            target=self._run, args=(started,), name="vllm-engine", daemon=True
+        )
+        self._thread.start()
+        started.result()
+
+    # ---- called from any thread or event loop -------------------------------------------------
+
+    async def generate(
+        self,
+        prompts: list[Prompt],
+        sampling: SamplingConfig | list[SamplingConfig],
+        group_ids: list[str],
+    ) -> list[Completion]:
+        """All samples of all prompts, ordered by prompt, then sample. `sampling` is for all of
+        them, or a list has one for each."""
+        samplings = sampling if isinstance(sampling, list) else [sampling] * len(prompts)
+        await self._open.wait()  # weights are waiting for the engine to be empty
+        call = _Call(Future(), frozenset(group_ids), [], 0, [])
+        made = asyncio.wrap_future(call.future)
+        self._in_flight.add(made)
+        try:
+            await self._between_steps(lambda: self._add(call, prompts, samplings, group_ids))
+            return await made
+        except asyncio.CancelledError:
+            # Nobody waits for these any more; do not let them take the engine's time.
+            self._submit(lambda: self._abort(call))
+            raise
+        finally:
+            made.cancel()
+            self._in_flight.discard(made)
+
+    async def cancel(self, group_ids: list[str]) -> None:
+        """End the calls that these groups are part of: nobody waits for them any more."""
+        await self._between_steps(lambda: self._cancel(frozenset(group_ids)))
+
+    async def pull_weights(self, handle: WeightHandle) -> None:
+        """Swap in published weights between two steps. Requests in flight go on with them, or are
+        finished before, if `EngineConfig.drain` says so."""
+        if not self._config.drain:
+            await self._between_steps(lambda: self._swap(handle))
+            return
+        self._open.clear()
+        try:
+            while self._in_flight:
+                await asyncio.wait(set(self._in_flight))
+            await self._between_steps(lambda: self._swap(handle))
+        finally:
+            self._open.set()
+
+    def close(self) -> None:
+        """Stop the thread and vLLM; whoever still waits, or asks later, gets an error."""
+        self._commands.put(None)
+        self._thread.join()
+        self._answer_late_commands()
+        self._engine.engine_core.shutdown()
+
+    async def _between_steps(self, command: Callable[[], Any]) -> Any:
+        return await asyncio.wrap_future(self._submit(command))
+
+    def _submit(self, command: Callable[[], Any]) -> Future:
+        done: Future = Future()
+
+        def run() -> None:
+            if not done.set_running_or_notify_cancel():
+                return  # whoever asked has gone
+            if self._dead is not None:
+                done.set_exception(EngineDiedError(f"the engine died: {self._dead!r}"))
+                return
+            try:
+                done.set_result(command())
+            except BaseException as error:
+                done.set_exception(error)
+
+        self._commands.put(run)
+        if not self._thread.is_alive():
+            self._answer_late_commands()
+        return done
+
+    def _answer_late_commands(self) -> None:
+        """The thread has ended and said why in `_dead`: commands now only hand that on."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                if command := self._commands.get_nowait():
+                    command()
+
+    # ---- on the engine's thread ---------------------------------------------------------------
+
+    def _run(self, started: Future) -> None:
+        try:
+            self._engine = build_llm_engine(self._model, self._config, self._tensor_parallel)
+            self._tokenizer = self._engine.get_tokenizer()
+            self._tensors = tensor_shapes(self._model)
+            self._tied = self._engine.model_config.hf_config.tie_word_embeddings
+            if self._config.return_routed_experts:
+                self._routing = make_routing_source(self._engine, self._model)
+        except BaseException as error:
+            started.set_exception(error)
+            return
+        started.set_result(None)
+        while True:
+            # Blocks only when there is nothing to decode; a command (or close) unblocks it.
+            while not self._slots or not self._commands.empty():
+                command = self._commands.get()
+                if command is None:
+                    self._die(EngineDiedError("the engine was closed"))
+                    return
+                command()
+            try:
+                for output in self._engine.step():
+                    if output.finished:
+                        self._finish(output)
+            except BaseException as error:
+                # The thread lives on, only to tell everyone who calls: nobody waits forever.
+                self._die(error)
+
+    def _add(
+        self,
+        call: _Call,
+        prompts: list[Prompt],
+        samplings: list[SamplingConfig],
+        group_ids: list[str],
+    ) -> None:
+        from vllm.exceptions import VLLMValidationError
+
+        try:
+            together = zip(prompts, samplings, group_ids, strict=True)
+            for prompt_idx, (prompt, sampling, group_id) in enumerate(together):
+                token_ids = self._check_prompt(prompt, prompt_idx, sampling)
+                for sample in range(sampling.n):
+                    request_id = str(next(self._ids))
+                    params = self._sampling_params(sampling, group_id, sample)
+                    prompt_ids = {"prompt_token_ids": token_ids}
+                    vllm_id = self._engine.add_request(request_id, prompt_ids, params)
+                    versions = [(0, self.policy_version)]
+                    slot = _Slot(call, len(call.completions), prompt_idx, vllm_id, versions)
+                    self._slots[request_id] = slot
+                    call.completions.append(None)
+                    call.request_ids.append(request_id)
+        except BaseException as error:
+            self._abort(call)
+            if isinstance(error, VLLMValidationError):
+                raise PromptError(f"prompt {prompt_idx}: {error}") from error
+            raise
+        call.missing = len(call.completions)
+        if call.missing == 0:
+            call.future.set_result([])
+
+    def _check_prompt(self, prompt: Prompt, index: int, sampling: SamplingConfig) -> list[int]:
+        ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if not ids:
+            raise PromptError(f"prompt {index} is empty")
+        vocab = self._engine.model_config.get_vocab_size()
+        if bad := [i for i in ids if not 0 <= i < vocab]:
+            raise PromptError(
+                f"prompt {index} has token id {bad[0]}; the model knows 0..{vocab - 1}"
+            )
+        if len(ids) + sampling.max_tokens > self._config.max_model_len:
+            # vLLM would silently cut the completion short.
+            raise PromptError(
+                f"prompt {index} has {len(ids)} tokens; with max_tokens = {sampling.max_tokens} "
+                f"that exceeds max_model_len = {self._config.max_model_len}"
+            )
+        return ids
+
+    def _sampling_params(self, sampling: SamplingConfig, group_id: str, sample: int):
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=sampling.max_tokens,
+            stop=sampling.stop,
+            seed=sample_seed(self._seed, group_id, sample) if sampling.temperature > 0 else None,
+            logprobs=0 if sampling.logprobs else None,  # of the sampled token only
+            flat_logprobs=True,  # in one list, not a dictionary for each token
+            # Text is decoded once, at the end; only stop strings need it token by token.
+            detokenize=bool(sampling.stop),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def _finish(self, output: Any) -> None:
+        slot = self._slots[output.request_id]
+        call, made = slot.call, output.outputs[0]
+        token_ids = list(made.token_ids)
+        versions = slot.token_versions(len(token_ids))
+        call.completions[slot.index] = Completion(
+            policy_version=min(versions, default=self.policy_version),
+            prompt_idx=slot.prompt_idx,
+            prompt_token_ids=list(output.prompt_token_ids),
+            text="",
+            token_ids=token_ids,
+            token_logprobs=None if made.logprobs is None else list(made.logprobs.logprobs),
+            finish_reason=made.finish_reason,
+            token_versions=versions if len(set(versions)) > 1 else None,
+            routed_experts=self._routing.take(output) if self._routing else None,
+        )
+        call.missing -= 1
+        completions = self._decoded(call) if call.missing == 0 else []
+        # Not before: if anything above fails, whoever waits for this slot is told.
+        del self._slots[output.request_id]
+        if call.missing == 0 and not call.future.done():
+            call.future.set_result(completions)
+
+    def _decoded(self, call: _Call) -> list[Completion]:
+        """All completions of a call with their texts. Together: one by one, decoding costs as much
+        as an engine step."""
+        completions = [c for c in call.completions if c is not None]
+        texts = self._tokenizer.batch_decode(
+            [c.token_ids for c in completions], skip_special_tokens=True
+        )
+        for completion, text in zip(completions, texts, strict=True):
+            completion.text = text
+        return completions
+
+    def _abort(self, call: _Call) -> None:
+        # The engine says nothing of an aborted request, so its slot is released here.
+        for request_id in call.request_ids:
+            self._slots.pop(request_id, None)
+        self._engine.abort_request(call.request_ids)
+        if self._routing:
+            self._routing.drop(call.request_ids)
+
+    def _cancel(self, names: frozenset[str]) -> None:
+        for call in {id(slot.call): slot.call for slot in self._slots.values()}.values():
+            if call.names & names:
+                self._abort(call)
+                if not call.future.done():
+                    call.future.set_exception(RuntimeError("nobody waits for this any more"))
+
+    def _swap(self, handle: WeightHandle) -> None:
+        # Nothing is touched yet: if this fails, the old weights stay.
+        check_model(handle, self._tensors, tied=self._tied)
+        try:
+            self._engine.collective_rpc("stage_weights", args=(handle,))
+        except BaseException:
+            self._engine.collective_rpc("drop_staged")  # of ranks that did not fail
+            raise
+        try:
+            self._engine.collective_rpc("load_staged")
+            # Cached prefixes and the KV of running requests were computed with the old weights.
+            self._engine.reset_prefix_cache(reset_running_requests=True)
+        except BaseException as error:
+            # The model may be half new and half old: better no answer than a wrong one.
+            self._die(error)
+            raise EngineDiedError(f"the engine died as weights were swapped: {error!r}") from error
+        self.policy_version = handle.version
+        # vLLM 0.32: the scheduler, in this process, has every request that is not finished.
+        unfinished = self._engine.engine_core.engine_core.scheduler.requests
+        for slot in self._slots.values():
+            slot.versions.append((unfinished[slot.vllm_id].num_output_tokens, handle.version))
+
+    def _die(self, cause: BaseException) -> None:
+        """Fail whoever waits, and everyone who asks from now on."""
+        self._dead = cause
+        for slot in self._slots.values():
+            if not slot.call.future.done():
+                slot.call.future.set_exception(EngineDiedError(f"the engine died: {cause!r}"))
+        self._slots.clear()

@@ -1,0 +1,72 @@
+"""Every rollout of a run on disk, a file a step."""
+
+import asyncio
+import os
+import shutil
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchtitan_rl.observability.json_lines import write_lines
+from torchtitan_rl.rollout.record import Entry, entries, rollout_record
+
+if TYPE_CHECKING:
+    from torchtitan_rl.rollout.loop import Group
+
+MOST_PENDING = 4
+"""Files that wait for a disk; with more, the step waits too, so that memory is bounded."""
+
+
+class RolloutLog:
+    """Writes on a thread of its own, so that the run does not wait for the disk.
+
+    A file is there whole or not at all, and a step that is done again replaces it.
+
+    Example:
+        outputs/<run>/rollouts/step-000012.jsonl  step-000012-evaluation.jsonl
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout-log")
+        self._pending: deque[Future] = deque()
+
+    async def write(self, step: int, groups: "Sequence[Group]", *, split: str = "train") -> None:
+        """Save the groups' rollouts; an error of a write before this one is raised here."""
+        if self._folder is not None:
+            saved = [entry for group in groups for entry in entries(group, split)]
+            await self._submit(_write, self._folder / file_name(step, split), saved, step)
+
+    async def copy(self, source: Path) -> None:
+        """Save the rollouts of a step that another run has saved."""
+        if self._folder is not None:
+            await self._submit(_copy, source, self._folder / source.name)
+
+    def close(self) -> None:
+        """Wait for what is under way."""
+        self._thread.shutdown()
+        while self._pending:
+            self._pending.popleft().result()
+
+    async def _submit(self, work: Callable[..., None], *args: Any) -> None:
+        while self._pending and (self._pending[0].done() or len(self._pending) >= MOST_PENDING):
+            await asyncio.wrap_future(self._pending.popleft())
+        self._pending.append(self._thread.submit(work, *args))
+
+
+def file_name(step: int, split: str = "train") -> str:
+    """Of a step's rollouts."""
+    return f"step-{step:06d}{'-evaluation' if split == 'evaluation' else ''}.jsonl"
+
+
+def _write(path: Path, saved: Sequence[Entry], step: int) -> None:
+    write_lines(path, (rollout_record(entry, step) for entry in saved))
+
+
+def _copy(source: Path, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    shutil.copyfile(source, temporary)
+    os.replace(temporary, path)

@@ -1,0 +1,105 @@
+"""From a task's examples to prompt groups that are ready to be rolled out."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.rollout.loop import Group, RolloutConfig
+from torchtitan_rl.rollout.renderer import ChatRenderer
+from torchtitan_rl.rollout.stream_plan import index_name
+from torchtitan_rl.tasks.task import Example, Task
+
+MOST_NAMED = 10
+"""Prompts that an error names; of the others it says how many there are."""
+SEAMS = 16
+"""Tokens that a text may have more in its place than by itself."""
+
+
+class PromptGroups:
+    """Makes groups: each with its task, its prompt in tokens, and how to sample it.
+
+    Example:
+        groups = PromptGroups(config, tasks, renderer)("train", examples, first=384)
+        groups[0].id  # "sum_digits/train/384"; in place of a failed one: ".../train/spare-12-0"
+    """
+
+    def __init__(
+        self, config: RunConfig, tasks: Mapping[str, Task], renderer: ChatRenderer
+    ) -> None:
+        self._config, self._tasks, self._renderer = config, tasks, renderer
+        for task in tasks.values():
+            self._check_lengths(task)
+
+    def __call__(
+        self, split: str, examples: Sequence[Example], first: int = 0, *, greedy: bool = False
+    ) -> list[Group]:
+        """A group for each example, numbered from `first` on."""
+        groups = []
+        for i, example in enumerate(examples, first):
+            task = self._tasks[example.task or self._config.task.name]
+            sampling = self._config.sampling_of(task.config)
+            if greedy:
+                sampling = replace(sampling, n=1, temperature=0.0, logprobs=False)
+            prompt = self._renderer.render(example.messages, tools=task.shown_tools)
+            group = Group(f"{task.name}/{split}/{index_name(i)}", task, example, sampling, prompt)
+            check_prompt(group, self._config.limits)
+            groups.append(group)
+        return groups
+
+    def heldout(self, task: Task, count: int) -> list[Group]:
+        """The groups to evaluate on, sampled greedily."""
+        examples = task.heldout_examples(count)
+        if not examples:
+            raise ValueError(
+                f"task {task.name!r} has nothing to evaluate on: its heldout_examples({count}) "
+                "returned no example, and must return at least one"
+            )
+        return self("heldout", examples, greedy=True)
+
+    def _check_lengths(self, task: Task) -> None:
+        """Refuse a file with prompts that leave no room for a completion: the first of them to
+        come up would end the run, hours after it began."""
+        sampled = 1 if task.interactive else self._config.sampling_of(task.config).max_tokens
+        room = self._config.limits.max_tokens - sampled
+        long = [f"  {where}: {count} tokens" for where, count in self._longer(task, room)]
+        if long:
+            more = [f"  and {len(long) - MOST_NAMED} more"] if len(long) > MOST_NAMED else []
+            raise ValueError(
+                f"task {task.name!r} has {len(long)} prompts of more than {room} tokens: beside "
+                f"{sampled} to sample, a rollout has no room for more. Raise "
+                "generator.engine.max_model_len (and rollout.max_tokens, if it is set), sample "
+                "fewer, or leave these lines out:\n" + "\n".join([*long[:MOST_NAMED], *more])
+            )
+
+    def _longer(self, task: Task, room: int) -> Iterator[tuple[str, int]]:
+        """Where examples with longer prompts than that are from, and how long these are."""
+        around = None
+        for where, example in task.all_examples():
+            texts = [str(message["content"]) for message in example.messages]
+            if around is None:
+                bare = [{**message, "content": ""} for message in example.messages]
+                around = len(self._renderer.render(bare, tools=task.shown_tools).token_ids)
+            # A token has at least a byte; most are told by that, and next to all by the second.
+            if around + sum(len(text.encode()) for text in texts) + SEAMS <= room:
+                continue
+            if around + sum(map(self._renderer.count, texts)) + SEAMS <= room:
+                continue
+            shown = self._renderer.render(example.messages, tools=task.shown_tools)
+            if len(shown.token_ids) > room:
+                yield where, len(shown.token_ids)
+
+
+def check_prompt(group: Group, limits: RolloutConfig) -> None:
+    """Refuse a prompt that leaves no room: for a word in a conversation, for a whole completion in
+    a task of one turn, which would be cut short unnoticed."""
+    prompt = len(group.shown.token_ids)
+    sampled = 1 if group.task.interactive else group.sampling.max_tokens
+    if prompt + sampled > limits.max_tokens:
+        hint = ""
+        if group.task.shown_tools:
+            hint = "; or leave the description of its tools out, with show_tools=False of the task"
+        raise ValueError(
+            f"the prompt of group {group.id} has {prompt} tokens; with {sampled} to sample that is "
+            f"more than a rollout may have, {limits.max_tokens}: raise "
+            f"generator.engine.max_model_len (and rollout.max_tokens, if it is set){hint}"
+        )

@@ -1,0 +1,312 @@
+"""A starting model by imitation: supervised steps of the same Trainer, on the same actors.
+
+A demonstration is an episode whose assistant tokens echo and nothing trains by RL. It ends when
+greedy accuracy is middling, where reinforcement learning has something to reward and something left
+to learn.
+"""
+
+import fcntl
+import hashlib
+import inspect
+import json
+import random
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchtitan.components.optimizer import LRSchedulersContainer
+
+from torchtitan_rl.actors.environment import Environment
+from torchtitan_rl.actors.simulated import SimulatedTrainer
+from torchtitan_rl.actors.trainer import OptimizerConfig
+from torchtitan_rl.algorithms.advantage import AdvantageConfig
+from torchtitan_rl.algorithms.echo import EchoConfig, RoleEcho
+from torchtitan_rl.algorithms.objective import LossConfig
+from torchtitan_rl.core.plugins import nearest
+from torchtitan_rl.core.types import Episode, Message
+from torchtitan_rl.core.waiting import Interrupted, unless
+from torchtitan_rl.engines.vllm.engine import SamplingConfig
+from torchtitan_rl.models.makers.tiny import tiny_config, write_tiny_model
+from torchtitan_rl.observability.console import StepProgress, console
+from torchtitan_rl.rollout.episodes import to_episodes
+from torchtitan_rl.rollout.loop import RolloutConfig
+from torchtitan_rl.rollout.renderer import ChatRenderer
+from torchtitan_rl.rollout.sequences import Turn, merge_turns, turn_alphas
+from torchtitan_rl.tasks.task import Task
+
+if TYPE_CHECKING:
+    from torchtitan_rl.run.controller import Controller
+
+
+MOST_CHECKED = 100
+"""Examples among which one of every task is looked for."""
+LEAST_ACCURACY = 0.1
+"""Below this many groups have no sample to reward."""
+
+
+@dataclass(kw_only=True, slots=True)
+class WarmStartConfig:
+    """How the tiny starting model is made."""
+
+    steps: int = 450
+    """Supervised steps at the most; the learning rate falls to 0 over them."""
+    demonstrations_per_step: int = 32
+    """Demonstrations in one step."""
+    enough_accuracy: float = 0.5
+    """Stop once greedy held-out accuracy is at least this: more would leave RL little to do."""
+    evaluate_every: int = 25
+    """Steps between two looks at the accuracy."""
+    lr: float = 2e-3
+    """Learning rate after warm-up."""
+    warmup_steps: int = 20
+    """Steps in which the learning rate rises to `lr`."""
+    experts: int = 0
+    """Make it a mixture of so many experts, two for each token; 0 makes it dense."""
+    cache_dir: str = "outputs/models"
+    """Where starting models are kept."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.enough_accuracy <= 1:
+            raise ValueError(
+                f"warm_start.enough_accuracy must be in (0, 1]; got {self.enough_accuracy}"
+            )
+        if min(self.steps, self.demonstrations_per_step, self.evaluate_every) < 1:
+            raise ValueError("warm_start counts must be at least 1")
+        if self.experts < 0 or self.experts == 1:
+            raise ValueError(
+                f"warm_start.experts must be 0 (dense) or at least 2; got {self.experts}"
+            )
+
+    def folder(
+        self, task: Task.Config, *, seed: int, thinking: bool, stand_ins: Sequence[str] = ()
+    ) -> Path:
+        """Where the model of these settings lives: other settings, or a task whose code has
+        changed, another folder. `stand_ins` are actors in the places of the real ones: what these
+        make must not be taken for what a real trainer has learned."""
+        settings: dict[str, Any] = {
+            "warm_start": asdict(self),
+            "tasks": [_imitated(part) for part in task.parts()],
+            "weights": task.to_dict().get("weights"),
+            "code": [_source(type(part)._owner) for part in task.parts()],
+            "model": tiny_config(self.experts),
+            "thinking": thinking,
+            "seed": seed,
+        }
+        if stand_ins:
+            settings["stand_ins"] = list(stand_ins)
+        for name in ("cache_dir", "experts"):
+            settings["warm_start"].pop(name)
+        digest = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=4)
+        return Path(self.cache_dir) / f"tiny-{task.name}-seed{seed}-{digest.hexdigest()}"
+
+
+def _imitated(task: Task.Config) -> dict[str, Any]:
+    """A task's settings without those that imitation knows nothing of."""
+    settings = task.to_dict()
+    settings.pop("echo")
+    return settings
+
+
+def _source(owner: type | None) -> str:
+    """The code of a task and of what it builds on."""
+    classes = [c for c in (owner.__mro__ if owner else ()) if issubclass(c, Task) and c is not Task]
+    try:
+        return "".join(inspect.getsource(c) for c in classes)
+    except OSError:  # typed into a notebook or a console
+        return ""
+
+
+async def ensure_starting_model(config: "Controller.Config", stop_signals) -> None:
+    """Make the run's starting model if it has a warm start and the folder is not there yet."""
+    if config.warm_start is None or config.model or config.model_folder.exists():
+        return
+    from torchtitan_rl.run.controller import Controller
+
+    folder = config.model_folder
+    console.print(f"making the starting model {folder.name} (kept for the next runs)")
+    with work_folder(folder) as work:
+        write_tiny_model(work / "random", seed=config.seed, experts=config.warm_start.experts)
+        if isinstance(config.trainer, SimulatedTrainer.Config):  # imitation would teach it nothing
+            (work / "random").rename(folder)
+            return
+        controller = Controller(supervised(config, work))
+        with stop_signals(controller):
+            async with controller:
+                try:
+                    accuracy = await imitate(controller, config.warm_start)
+                except Interrupted:
+                    await controller.save()
+                    raise
+                await controller.export(folder)
+    console.print(f"starting model ready: greedy held-out accuracy {accuracy:.1%}")
+
+
+@contextmanager
+def work_folder(folder: Path) -> Iterator[Path]:
+    """Where the model `folder` is made; kept only by Ctrl-C, so that the next attempt goes on."""
+    work = folder.parent / f".{folder.name}-unfinished"
+    work.mkdir(parents=True, exist_ok=True)
+    with (work / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # another run is making the same model: each makes its own
+            work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        keep = False
+        try:
+            yield work
+        except Interrupted:
+            keep = True
+            raise
+        finally:
+            if not keep:
+                shutil.rmtree(work, ignore_errors=True)
+
+
+def supervised(config: "Controller.Config", work: Path) -> "Controller.Config":
+    """The run as one of imitation. What it does with samples and advantages has no part in it."""
+    warm, sampling, engine = config.warm_start, config.generator.sampling, config.generator.engine
+    assert warm is not None
+    return replace(
+        config,
+        model=str(work / "random"),
+        task=config.task.without_echo(),
+        # What may change between two attempts at one model must not stand in its way.
+        rollout=RolloutConfig(),
+        max_offpolicy_steps=0,
+        environment=Environment.Config(),
+        steps=warm.steps,
+        prompts_per_step=1,
+        generator=replace(
+            config.generator,
+            sampling=SamplingConfig(max_tokens=sampling.max_tokens, stop=sampling.stop),
+            engine=replace(engine, return_routed_experts=False),
+        ),
+        advantage=AdvantageConfig(name="reward"),
+        train_from="",
+        save_rollouts=False,
+        trainer=replace(
+            config.trainer,
+            export_tokens=False,
+            loss=LossConfig(name="reinforce"),
+            updates_per_step=1,
+            router_replay=False,
+            # Whole demonstrations, whatever the run does with long episodes.
+            tokens_per_microbatch=max(
+                config.trainer.tokens_per_microbatch, config.generator.engine.max_model_len
+            ),
+            optimizer=OptimizerConfig(lr=warm.lr, betas=(0.9, 0.99)),
+            lr_scheduler=LRSchedulersContainer.Config(warmup_steps=warm.warmup_steps),
+        ),
+        output_dir=str(work),
+        run_name="run",
+        resume=(work / "run" / "config.json").exists(),
+    )
+
+
+async def imitate(controller: "Controller", warm: WarmStartConfig) -> float:
+    """Supervised steps until the greedy accuracy is reached; returns it."""
+    accuracy, done = 0.0, controller.steps_done
+    with StepProgress("imitating demonstrations", total=warm.steps, done=done) as progress:
+        for step in range(done, warm.steps):
+            first = step * warm.demonstrations_per_step
+            indices = range(first, first + warm.demonstrations_per_step)
+            await controller.train([e for i in indices for e in demonstration(controller, i)])
+            controller.steps_done = step + 1
+            line = None
+            if (step + 1) % warm.evaluate_every == 0 or step + 1 == warm.steps:
+                await controller.sync.now()
+                found = await unless(controller.interrupted, controller.evaluate())
+                accuracy = found["eval/accuracy"]
+                line = f"imitation step {step + 1:4d}  │ held-out accuracy {accuracy:.1%}"
+            progress.advance(line)
+            if accuracy >= warm.enough_accuracy:
+                break
+            if controller.interrupted.is_set():
+                raise Interrupted
+    if accuracy < LEAST_ACCURACY:
+        console.print(
+            f"warning: after {warm.steps} steps of imitation the model is right in {accuracy:.1%}: "
+            "little for reinforcement learning to reward; raise warm_start.steps",
+            markup=False,
+        )
+    return accuracy
+
+
+def demonstration(controller: "Controller", index: int) -> list[Episode]:
+    """Demonstration `index` as episodes that nobody sampled: they have no generator logprobs."""
+    # Negative indices: the run itself never trains on the same stream of prompts.
+    example = controller.task.train_example(-1 - index)
+    task = controller.tasks[example.task or controller.task.name]
+    rng = random.Random(f"{controller.config.seed}/demonstration/{index}")
+    said = task.demonstration(example, rng)
+    messages = [{"role": "assistant", "content": said}] if isinstance(said, str) else said
+    turns = taught_turns(controller.renderer, example.messages, messages, task.shown_tools)
+    alphas, _ = turn_alphas(EchoConfig(assistant=RoleEcho()), turns)
+    return to_episodes(
+        merge_turns(turns, alphas),
+        rl=False,
+        policy_version=controller.policy_version,
+        reward=0.0,
+        advantage=0.0,
+        task=task.name,
+        group_id=f"demonstration/{index}",
+    )
+
+
+def check_demonstrations(controller: "Controller") -> None:
+    """Refuse a task that cannot be imitated, before anything starts."""
+    missing = set(controller.tasks)
+    for index in range(MOST_CHECKED):
+        example = controller.task.train_example(-1 - index)
+        name = example.task or controller.task.name
+        if name in missing:
+            missing.discard(name)
+            task = controller.tasks[name]
+            try:
+                _check_calls(task, task.demonstration(example, random.Random(0)))
+                demonstration(controller, index)
+            except Exception as error:  # of the user's own code
+                raise ValueError(f"demonstration of task {name!r}: {error}") from error
+        if not missing:
+            return
+
+
+def _check_calls(task: Task, said: str | list[Message]) -> None:
+    for message in said if isinstance(said, list) else ():
+        for call in message.get("tool_calls", ()):
+            function = call["function"]
+            if function["name"] not in task.tools:
+                known = nearest(function["name"], task.tools)
+                raise ValueError(f"it calls the tool {function['name']!r}; {known}")
+            task.tools[function["name"]].arguments(function["arguments"])
+
+
+def taught_turns(
+    renderer: ChatRenderer,
+    prompt: list[Message],
+    messages: list[Message],
+    tools: list[dict[str, Any]] | None = None,
+) -> list[Turn]:
+    """The turns of a conversation as if the model had sampled what the assistant says in it."""
+    if not messages or messages[0]["role"] != "assistant":
+        raise ValueError("a demonstration must start with an assistant message")
+    turns: list[Turn] = []
+    shown = renderer.render(prompt, tools=tools)
+    said: list[Message] = []
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant":
+            said.append(message)
+            continue
+        if turns and not said:
+            raise ValueError("a demonstration has two assistant messages in a row")
+        if said:
+            shown = renderer.extend(turns[-1], said, tools=tools) or renderer.render(
+                prompt + messages[:number], tools=tools
+            )
+            said = []
+        turns.append(Turn.after(shown, renderer.reply(message)))
+    return turns

@@ -1,0 +1,218 @@
+"""Making one call of a tool, or of `Task.answer`: what the environment asks, and what it is told.
+
+Whatever a tool does or returns becomes a `Result`. The same code runs in a worker process and, for
+`async def` tools, on the environment's own event loop.
+"""
+
+import inspect
+import json
+import pickle
+import struct
+import sys
+import traceback
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torchtitan_rl.core.types import Message, Outcome
+from torchtitan_rl.tasks.task import Task
+from torchtitan_rl.tasks.tools.tool import ArgumentsError, Tool
+
+LENGTH = struct.Struct("!Q")
+"""Precedes every pickle between the environment and a worker."""
+MOST_TRACEBACKS = 3
+"""Of one tool and one kind of error that a process writes to its log."""
+_LOGGED: Counter[tuple[str, str, str]] = Counter()
+ANSWERING_ROLES = ("user", "system", "tool")
+"""Who may answer the model."""
+MAX_ERROR_CHARS = 500
+"""Longest error the model is told: it must not push the task out of its context."""
+MAX_RESULT_BYTES = 2**26
+"""Largest result that leaves a worker: nearly all of it is state, and travels with every call."""
+
+
+@dataclass(slots=True)
+class Call:
+    """A call that can be made: of a tool that exists, or of `Task.answer`."""
+
+    task: str
+    tool: str | None
+    """None: `Task.answer`."""
+    state: dict[str, Any]
+    arguments: Any = None
+    """Of a tool."""
+    messages: list[Message] = field(default_factory=list)
+    """For an answer."""
+    max_chars: int = 8192
+    """A tool's result, or a message, is cut to so many."""
+
+
+@dataclass(slots=True)
+class Result:
+    """What became of a call."""
+
+    outcome: Outcome
+    text: str = ""
+    """What the tool returned, or what went wrong, as a sentence without its subject."""
+    state: dict[str, Any] = field(default_factory=dict)
+    """Afterwards, if the call succeeded."""
+    messages: list[Message] = field(default_factory=list)
+    """What `Task.answer` returned."""
+
+
+@dataclass(slots=True)
+class Offer:
+    """What a task offers to a conversation."""
+
+    tools: dict[str, bool]
+    """By name; whether they are `async def`."""
+    answer: Literal["none", "sync", "async"]
+
+    @property
+    def waits(self) -> bool:
+        """Whether anything of it is `async def`."""
+        return any(self.tools.values()) or self.answer == "async"
+
+
+class Member:
+    """One task and what can be called of it."""
+
+    def __init__(self, task: Task) -> None:
+        self.task, self.tools = task, task.tools
+
+    @property
+    def offer(self) -> Offer:
+        answer: Literal["none", "sync", "async"] = "sync"
+        if not self.task.answers:
+            answer = "none"
+        elif inspect.iscoroutinefunction(self.task.answer):
+            answer = "async"
+        return Offer({name: _is_async(tool) for name, tool in self.tools.items()}, answer)
+
+    def begin(self, call: Call) -> Any:
+        """Call it. What comes back is the result, or for `async def` still to be awaited."""
+        if call.tool is None:
+            return self.task.answer(call.messages, call.state)
+        tool = self.tools[call.tool]
+        arguments = tool.arguments(call.arguments)
+        if tool.takes_state:
+            arguments["state"] = call.state
+        return tool.function(**arguments)
+
+
+def _is_async(tool: Tool) -> bool:
+    return inspect.iscoroutinefunction(inspect.unwrap(tool.function))
+
+
+def make(members: dict[str, Member], call: Call) -> Result:
+    """Make a call; never raises."""
+    try:
+        returned = members[call.task].begin(call)
+        if inspect.isawaitable(returned):
+            raise TypeError("returned something to await: declare it with `async def`")
+        return _returned(call, returned)
+    except BaseException as error:  # sys.exit() too
+        _log(call, error)
+        return failed(error)
+
+
+async def make_async(members: dict[str, Member], call: Call) -> Result:
+    """Make a call of something `async def`; raises nothing but its own cancellation."""
+    try:
+        return _returned(call, await members[call.task].begin(call))
+    except (Exception, SystemExit, KeyboardInterrupt) as error:  # these two would end the actor
+        _log(call, error)
+        return failed(error)
+
+
+def _log(call: Call, error: BaseException) -> None:
+    """The first tracebacks of a kind: who wrote the tool wants to see them, but not a thousand."""
+    kind = (call.task, call.tool or "answer", type(error).__name__)
+    _LOGGED[kind] += 1
+    if _LOGGED[kind] <= MOST_TRACEBACKS and not isinstance(error, ArgumentsError):
+        print(f"{kind[1]} of task {call.task!r}:", file=sys.stderr)
+        traceback.print_exception(error)
+
+
+def _returned(call: Call, returned: Any) -> Result:
+    if call.tool is not None:
+        return Result("ok", text_of(returned, call.max_chars), call.state)
+    if wrong := _not_messages(returned):
+        return Result("raised", f"returned {wrong}; expected a list of messages")
+    messages = [_cut_message(message, call.max_chars) for message in returned]
+    return Result("ok", state=call.state, messages=messages)
+
+
+def _not_messages(returned: Any) -> str:
+    """What is wrong with what `Task.answer` returned, or nothing."""
+    if not isinstance(returned, list):
+        return shortened(repr(returned), 100)
+    for message in returned:
+        if not isinstance(message, dict) or message.get("role") not in ANSWERING_ROLES:
+            roles = ", ".join(ANSWERING_ROLES)
+            return f"{shortened(repr(message), 100)} as a message, whose role is none of {roles}"
+        if not isinstance(message.get("content"), str):
+            return f"{shortened(repr(message), 100)} as a message, whose content is no text"
+    return ""
+
+
+def _cut_message(message: Message, max_chars: int) -> Message:
+    return {
+        key: shortened(value, max_chars) if isinstance(value, str) else value
+        for key, value in message.items()
+    }
+
+
+def text_of(returned: Any, max_chars: int) -> str:
+    """A tool's result as the text that the model reads.
+
+    Example:
+        >>> [text_of(returned, 10) for returned in ("é", {"a": 1.5}, None, b"bytes", "x" * 99)]
+        ['é', '{"a": 1.5}', 'null', 'bytes', 'xxxxxxxxxx… [89 characters left out]']
+    """
+    if isinstance(returned, str):
+        return shortened(returned, max_chars)
+    if isinstance(returned, bytes | bytearray):
+        return shortened(returned.decode(errors="replace"), max_chars)
+    try:
+        return shortened(json.dumps(returned, ensure_ascii=False), max_chars)
+    except (TypeError, ValueError, RecursionError):  # not JSON, or it contains itself
+        return shortened(repr(returned), max_chars)
+
+
+def shortened(text: str, max_chars: int) -> str:
+    """Cut, with a note of what is missing; never invalid UTF-8."""
+    missing = len(text) - max_chars
+    note = f"… [{missing} characters left out]" if missing > 0 else ""
+    return clean(text[:max_chars]) + note
+
+
+def clean(text: str) -> str:
+    """Without lone surrogates, which no tokenizer and no file takes."""
+    return text.encode(errors="replace").decode()
+
+
+def failed(error: BaseException) -> Result:
+    """What the model is told of an exception: what it says, and no traceback."""
+    try:
+        said = str(error)
+    except Exception:  # written by whoever wrote the tool
+        said = ""
+    if isinstance(error, ArgumentsError):
+        return Result("malformed", shortened(said, MAX_ERROR_CHARS))
+    kind = type(error).__name__
+    text = f"raised {kind}: {said}" if said else f"raised {kind}"
+    return Result("raised", shortened(text, MAX_ERROR_CHARS))
+
+
+def packed(result: Result) -> bytes:
+    """A result as it travels; one that cannot becomes one that says so."""
+    try:
+        data = pickle.dumps(result)
+    except Exception as error:  # anything may be in a state
+        why = shortened(f"{type(error).__name__}: {error}", MAX_ERROR_CHARS)
+        return pickle.dumps(Result("raised", f"left a state that cannot be pickled: {why}"))
+    if len(data) > MAX_RESULT_BYTES:
+        mib = MAX_RESULT_BYTES // 2**20
+        return pickle.dumps(Result("raised", f"left a state of more than {mib} MiB"))
+    return data

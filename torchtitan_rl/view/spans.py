@@ -1,0 +1,94 @@
+"""Spans of a run's timeline.json, a Chrome trace that may still be written."""
+
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+from torchtitan_rl.view.columns import number, text
+from torchtitan_rl.view.lines import parse, tail
+
+SCHEMA = """
+CREATE TABLE spans (run TEXT, pid TEXT, tid TEXT, name TEXT, ts REAL, dur REAL, step INTEGER);
+CREATE INDEX spans_by_time ON spans (run, ts);
+CREATE TABLE lanes (run TEXT, pid TEXT, tid TEXT, name TEXT, PRIMARY KEY (run, pid, tid));
+"""
+MAX_SPANS = 4000  # of a window; more could not be told apart on a screen
+
+
+def update(connection: sqlite3.Connection, run: str, folder: Path, cursor: str) -> tuple[str, bool]:
+    """Read on from a cursor; returns the next one and whether there was something new."""
+    new = tail(folder / "timeline.json", cursor)
+    if new.reset:
+        for table in ("spans", "lanes"):
+            connection.execute(f"DELETE FROM {table} WHERE run = ?", (run,))
+    spans, lanes = [], []
+    for line in new.lines:
+        event = parse(line.strip().strip(b"[],"))
+        if event is None:  # only a bracket, or what a full disk has cut
+            continue
+        where = (run, text(event.get("pid")), text(event.get("tid")))
+        args = event.get("args")
+        args = args if isinstance(args, dict) else {}
+        if event.get("ph") == "X" and (start := number(event.get("ts"))) is not None:
+            length = number(event.get("dur")) or 0.0
+            step = number(args.get("step"))
+            spans.append((*where, text(event.get("name")), start, length, step))
+        elif event.get("ph") == "M" and event.get("name") == "thread_name":
+            lanes.append((*where, text(args.get("name"))))
+    connection.executemany("INSERT INTO spans VALUES (?, ?, ?, ?, ?, ?, ?)", spans)
+    connection.executemany("INSERT OR REPLACE INTO lanes VALUES (?, ?, ?, ?)", lanes)
+    return new.cursor, bool(new.lines)
+
+
+def window(
+    connection: sqlite3.Connection, run: str, start: float | None, end: float | None
+) -> dict[str, Any]:
+    """The spans between two times (None: all there are), the longest if there are too many; times
+    in seconds since the first span.
+
+    Example:
+        {"seconds": 12.5, "lanes": ["controller", "generator"], "shown": 2, "total": 2,
+         "spans": [[0, "generate", 0.0, 0.8, 12], [1, "train", 0.8, 0.5, 12]]}
+    """
+    first, last = connection.execute(
+        "SELECT MIN(ts), MAX(ts + dur) FROM spans WHERE run = ?", (run,)
+    ).fetchone()
+    if first is None:
+        return {"seconds": 0, "lanes": [], "spans": [], "shown": 0, "total": 0}
+    low = first if start is None else first + start * 1e6
+    high = last if end is None else first + end * 1e6
+    where, values = "run = ? AND ts <= ? AND ts + dur >= ?", (run, high, low)
+    [total] = connection.execute(f"SELECT COUNT(*) FROM spans WHERE {where}", values).fetchone()
+    rows = connection.execute(
+        f"SELECT pid, tid, name, ts, dur, step FROM spans WHERE {where} ORDER BY dur DESC LIMIT ?",
+        (*values, MAX_SPANS),
+    ).fetchall()
+    lanes = _lanes(connection, run)
+    spans = [
+        [lanes[pid, tid][0], name, (ts - first) / 1e6, dur / 1e6, step]
+        for pid, tid, name, ts, dur, step in rows
+    ]
+    return {
+        "seconds": (last - first) / 1e6,
+        "lanes": [name for _, name in lanes.values()],
+        "spans": spans,
+        "shown": len(spans),
+        "total": total,
+    }
+
+
+def _lanes(connection: sqlite3.Connection, run: str) -> dict[tuple[str, str], tuple[int, str]]:
+    """The number and the name of each thread's lane, in the order they first appear."""
+    names = {
+        (pid, tid): name
+        for pid, tid, name in connection.execute(
+            "SELECT pid, tid, name FROM lanes WHERE run = ?", (run,)
+        )
+    }
+    rows = connection.execute(
+        "SELECT pid, tid FROM spans WHERE run = ? GROUP BY pid, tid ORDER BY MIN(ts)", (run,)
+    )
+    return {
+        (pid, tid): (i, names.get((pid, tid)) or f"thread {tid}")
+        for i, (pid, tid) in enumerate(rows.fetchall())
+    }
