@@ -1,6 +1,6 @@
 """Puts what is generated from the code into the pages that ask for it.
 
-A page asks with a line `<!-- generated: configuration -->` (or `recipes`).
+A page asks with a line `<!-- generated: configuration -->` (or `layers`, `recipes`).
 """
 
 import re
@@ -8,13 +8,18 @@ from collections.abc import Callable
 
 from config_fields import UndocumentedError
 from config_page import configuration
+from layers_page import layers
 from recipes_page import recipes
 from sphinx.application import Sphinx
 from sphinx.util import logging
 
 logger = logging.getLogger(__name__)
 
-GENERATORS: dict[str, Callable[[], str]] = {"configuration": configuration, "recipes": recipes}
+GENERATORS: dict[str, Callable[[], str]] = {
+    "configuration": configuration,
+    "layers": layers,
+    "recipes": recipes,
+}
 MARKER = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
 
 

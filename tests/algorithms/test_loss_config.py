@@ -4,9 +4,8 @@ import pytest
 
 from torchtitan_rl.algorithms.correction import CorrectionConfig
 from torchtitan_rl.algorithms.kl import KLConfig
-from torchtitan_rl.algorithms.objective import LossConfig
+from torchtitan_rl.algorithms.objective import REDUCTIONS, LossConfig
 from torchtitan_rl.algorithms.policy_loss import LOSSES, LossOutput
-from torchtitan_rl.batching.reduction import REDUCTIONS
 from torchtitan_rl.core.metrics import Mean
 
 KL = KLConfig(coef=0.1)

@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support import episode
+from torchtitan_rl.algorithms.objective import REDUCTIONS
 from torchtitan_rl.batching.grid import make_grid
-from torchtitan_rl.batching.reduction import REDUCTIONS, weigh
+from torchtitan_rl.batching.reduction import weigh
 from torchtitan_rl.batching.schema import loss_mask
 
 LONGEST = 8

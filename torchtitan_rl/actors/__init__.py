@@ -1,0 +1,1 @@
+"""Generator, trainer, reference, grader and environment, each in processes of its own."""

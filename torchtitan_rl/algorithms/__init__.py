@@ -1,0 +1,1 @@
+"""Advantages, policy losses, KL estimates, off-policy corrections and echo: pure functions."""

@@ -19,9 +19,11 @@ from torchtitan_rl.algorithms.policy_loss import (
     required,
 )
 from torchtitan_rl.algorithms.probe import check_loss, needs_generator_logprobs
-from torchtitan_rl.batching.reduction import REDUCTIONS
 from torchtitan_rl.core.metrics import Mean, Metrics
 from torchtitan_rl.core.plugins import check_arguments, nearest, resolve
+
+REDUCTIONS = ("token_mean", "sequence_mean", "prompt_mean", "fixed_length")
+"""What may weigh the same in a batch; `batching.reduction.weigh` sets the weights."""
 
 
 @dataclass(kw_only=True, slots=True)

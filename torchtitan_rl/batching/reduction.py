@@ -8,8 +8,6 @@ from dataclasses import replace
 from torchtitan_rl.batching.schema import loss_mask
 from torchtitan_rl.core.types import Episode
 
-REDUCTIONS = ("token_mean", "sequence_mean", "prompt_mean", "fixed_length")
-
 
 def weigh(episodes: Sequence[Episode], reduction: str, *, fixed_length: int) -> list[Episode]:
     """The episodes with the weights that make Σ weight·loss / N the reduction asked for, where N is

@@ -1,0 +1,1 @@
+"""Settings of a run, as dataclasses."""

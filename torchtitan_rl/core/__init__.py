@@ -1,0 +1,1 @@
+"""Types, metrics, plugins and errors that every other package uses."""

@@ -1,0 +1,1 @@
+"""HF folders as torchtitan models: loading, parallelism, checkpoints and export."""

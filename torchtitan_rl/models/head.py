@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -67,7 +68,7 @@ def _shard_of(weight: DTensor) -> VocabShard:
     )
 
 
-def _all_reduce(tensor: torch.Tensor, *, op, group: dist.ProcessGroup) -> torch.Tensor:
+def _all_reduce(tensor: torch.Tensor, *, op: Any, group: dist.ProcessGroup) -> torch.Tensor:
     tensor = tensor.contiguous()
     dist.all_reduce(tensor, op=op, group=group)
     return tensor

@@ -1,0 +1,1 @@
+"""What a run writes: console, metrics, run folder, token export and timeline."""

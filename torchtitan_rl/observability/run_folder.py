@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torchtitan_rl.rollout.loop import Failure
+    from _typeshed import DataclassInstance
 
 FIXED = (
     *("seed:", "task.", "model:", "warm_start", "prompts_per_step:", "thinking:"),
@@ -110,8 +110,8 @@ class RunFolder:
                 if number.isdigit() and int(number) >= step:
                     file.unlink()
 
-    def log_failures(self, step: int, failures: "Sequence[Failure]") -> None:
-        """A line for each, in logs/failures.jsonl."""
+    def log_failures(self, step: int, failures: "Sequence[DataclassInstance]") -> None:
+        """Append a line for each failed rollout to logs/failures.jsonl."""
         if failures:
             with (self.logs / "failures.jsonl").open("a") as file:
                 for failure in failures:

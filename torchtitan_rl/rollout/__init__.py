@@ -1,0 +1,1 @@
+"""Prompts, conversations, groups and episodes, and the record of them."""

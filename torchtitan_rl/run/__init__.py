@@ -1,0 +1,1 @@
+"""The controller and what it needs: actors of a run, warm start, recipes."""

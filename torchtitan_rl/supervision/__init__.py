@@ -1,0 +1,1 @@
+"""Processes and actors: where they run, calls with deadlines, and replacement."""

@@ -1,0 +1,1 @@
+"""vLLM as an engine whose weights can be replaced while it runs."""

@@ -1,0 +1,1 @@
+"""Kernels and autograd functions for training on a CPU."""

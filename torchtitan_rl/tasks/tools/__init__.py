@@ -1,0 +1,1 @@
+"""Tools of a task: their description, calls, and the worker processes that make calls."""

@@ -1,0 +1,1 @@
+"""Changes to vLLM on a CPU."""
