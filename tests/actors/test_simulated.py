@@ -11,7 +11,7 @@ from torchtitan_rl.actors.simulated import SimulatedGenerator, SimulatedTrainer
 from torchtitan_rl.config.sampling import SamplingConfig
 from torchtitan_rl.engines.vllm.engine import EngineConfig
 from torchtitan_rl.run.controller import Controller
-from torchtitan_rl.supervision.calls import WorkerDiedError, answer
+from torchtitan_rl.supervision.calls import WorkerDiedError, call_with_deadline
 from torchtitan_rl.supervision.spawn import spawn_generator
 
 
@@ -88,5 +88,5 @@ async def test_a_generator_repeats_itself_and_dies_when_it_is_told_to(tiny_model
     assert [c.prompt_idx for c in made[0]] == [0, 0, 1, 1]
     call = doomed.actor.generate.call_one(prompts)
     with pytest.raises(WorkerDiedError):
-        await answer("the generator", call, deadline_seconds=60)
+        await call_with_deadline("the generator", call, deadline_seconds=60)
     await doomed.stop()

@@ -26,13 +26,13 @@ class Events:
 
     def __init__(self, controller):
         self.seen = []
-        self._answer, controller.answer = controller.answer, self.answer
-        controller.sync._answer = self.answer
-        self._pull, controller.crew.generators.pull = controller.crew.generators.pull, self.pull
+        self._call, controller.call = controller.call, self.call
+        controller.sync._call = self.call
+        self._pull, controller.actors.generators.pull = controller.actors.generators.pull, self.pull
 
-    async def answer(self, who, what, reply):
+    async def call(self, who, what, reply):
         self.seen.append(f"{what} asked")
-        answered = await self._answer(who, what, reply)
+        answered = await self._call(who, what, reply)
         self.seen.append(f"{what} answered")
         return answered
 
@@ -69,7 +69,7 @@ async def test_a_sync_that_fails_ends_the_run_with_its_error(tmp_path, tiny_mode
             await asyncio.sleep(0.05)
             raise WrongWeightsError("weights version 1 lack 'model.norm.weight'")
 
-        controller.crew.generators.pull = pull
+        controller.actors.generators.pull = pull
         await asyncio.Event().wait()
 
     config = simulated(tmp_path, tiny_model, ahead=ahead, pull=0.0)

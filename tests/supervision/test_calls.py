@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from torchtitan_rl.core.waiting import Clock, Interrupted, together, unless
-from torchtitan_rl.supervision.calls import answer
+from torchtitan_rl.core.waiting import Clock, Interrupted, interruptible, together
+from torchtitan_rl.supervision.calls import call_with_deadline
 
 
 async def value(result):
@@ -37,32 +37,34 @@ class Reply:
 
 @pytest.mark.parametrize("make", [lambda: value(7), Reply])
 async def test_an_answer_in_time_is_returned(make):
-    assert await answer("anyone", make(), deadline_seconds=60) == 7
-    assert await unless(asyncio.Event(), make()) == 7
+    assert await call_with_deadline("anyone", make(), deadline_seconds=60) == 7
+    assert await interruptible(asyncio.Event(), make()) == 7
 
 
 async def test_the_deadline_says_who_was_waited_for_and_how_long():
     seen = []
     with pytest.raises(TimeoutError, match=r"waited 0 s for the trainer to save.*deadline_seconds"):
-        await answer("the trainer to save", forever(seen), deadline_seconds=0.01)
+        await call_with_deadline("the trainer to save", forever(seen), deadline_seconds=0.01)
     assert seen == ["started", "cancelled"]
 
 
 async def test_an_error_of_the_actor_comes_through():
     with pytest.raises(KeyError, match="lost"):
-        await answer("anyone", failure(KeyError("lost")), deadline_seconds=60)
+        await call_with_deadline("anyone", failure(KeyError("lost")), deadline_seconds=60)
     with pytest.raises(KeyError, match="lost"):
-        await unless(asyncio.Event(), failure(KeyError("lost")))
+        await interruptible(asyncio.Event(), failure(KeyError("lost")))
 
 
 async def test_a_timeout_of_the_actors_own_is_not_taken_for_the_deadline():
     with pytest.raises(TimeoutError, match="the actor's own"):
-        await answer("anyone", failure(TimeoutError("the actor's own")), deadline_seconds=3600)
+        await call_with_deadline(
+            "anyone", failure(TimeoutError("the actor's own")), deadline_seconds=3600
+        )
 
 
 async def test_a_stop_interrupts_and_drops_the_work():
     stop, seen = asyncio.Event(), []
-    waiting = asyncio.ensure_future(unless(stop, forever(seen)))
+    waiting = asyncio.ensure_future(interruptible(stop, forever(seen)))
     while not seen:
         await asyncio.sleep(0)
     assert not waiting.done()
@@ -76,7 +78,7 @@ async def test_a_stop_that_came_before_interrupts_too():
     stop = asyncio.Event()
     stop.set()
     with pytest.raises(Interrupted):
-        await unless(stop, forever())
+        await interruptible(stop, forever())
 
 
 async def test_work_that_is_done_is_returned_though_a_stop_came():
@@ -86,12 +88,12 @@ async def test_work_that_is_done_is_returned_though_a_stop_came():
         stop.set()
         return 7
 
-    assert await unless(stop, work()) == 7
+    assert await interruptible(stop, work()) == 7
 
 
 async def test_cancelling_the_wait_cancels_the_work():
     seen = []
-    waiting = asyncio.ensure_future(unless(asyncio.Event(), forever(seen)))
+    waiting = asyncio.ensure_future(interruptible(asyncio.Event(), forever(seen)))
     while not seen:
         await asyncio.sleep(0)
     waiting.cancel()
@@ -102,7 +104,7 @@ async def test_cancelling_the_wait_cancels_the_work():
 
 async def test_nothing_is_left_running():
     before = asyncio.all_tasks()
-    await unless(asyncio.Event(), value(7))
+    await interruptible(asyncio.Event(), value(7))
     await together(value(1), value(2))
     assert asyncio.all_tasks() == before
 

@@ -79,7 +79,7 @@ async def test_a_grader_that_is_killed_from_outside_costs_nothing(graders):
 async def test_death_is_noticed_also_if_nobody_says_so(graders, monkeypatch):
     """As when the machine is busy, and Monarch takes half a minute."""
     monkeypatch.setattr(module, "LAST_WORDS_SECONDS", 0.0)
-    real = module.answer
+    real = module.call_with_deadline
 
     async def silent_when_dead(what, call, **how):
         try:
@@ -87,7 +87,7 @@ async def test_death_is_noticed_also_if_nobody_says_so(graders, monkeypatch):
         except WorkerDiedError:
             await asyncio.Event().wait()
 
-    monkeypatch.setattr(module, "answer", silent_when_dead)
+    monkeypatch.setattr(module, "call_with_deadline", silent_when_dead)
     [error] = await graders.rewards([ungraded("a", "exit")])
     assert str(error).endswith("group a ended the grader's process, which has ended")
 

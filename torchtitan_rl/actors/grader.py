@@ -12,7 +12,7 @@ from typing import Any, cast
 from monarch.actor import Actor, concurrent_endpoint
 
 from torchtitan_rl.core.configurable import Configurable
-from torchtitan_rl.core.plugins import told
+from torchtitan_rl.core.errors import describe_error
 from torchtitan_rl.core.types import Completion, Rollout, ScoredCompletion
 from torchtitan_rl.tasks.task import Reward, Task
 
@@ -121,7 +121,8 @@ class Grader(Actor, Configurable):
         except RewardError as error:
             return error
         except BaseException as error:  # SystemExit too: whatever it is, it is the group's
-            return RewardError(f"{self._name(group)} {told(error, type(task).__module__)}")
+            said = describe_error(error, type(task).__module__)
+            return RewardError(f"{self._name(group)} raised {said}")
 
     def _name(self, group: Ungraded) -> str:
         return f"reward function of task {self._task_of(group).name!r}, group {group.group_id}"

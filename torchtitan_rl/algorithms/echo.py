@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from torchtitan_rl.core.plugins import check_arguments, resolve, told
+from torchtitan_rl.core.errors import describe_error
+from torchtitan_rl.core.plugins import check_arguments, resolve
 
 Role = Literal["system", "user", "assistant", "tool"]
 ROLES: tuple[Role, ...] = ("system", "user", "assistant", "tool")
@@ -126,8 +127,8 @@ def call_filter(config: EchoConfig, rollout: object) -> object:
     try:
         return function(rollout, **config.filter_kwargs)
     except Exception as error:
-        said = told(error, config.filter.partition(":")[0])
-        raise ValueError(f"echo filter {config.filter!r} {said}") from error
+        said = describe_error(error, config.filter.partition(":")[0])
+        raise ValueError(f"echo filter {config.filter!r} raised {said}") from error
 
 
 def checked_mask(name: str, mask: object, lengths: Sequence[int]) -> list[list[bool]]:

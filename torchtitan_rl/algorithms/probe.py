@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 import torch
 
 from torchtitan_rl.algorithms.policy_loss import LossInputs, LossOutput
-from torchtitan_rl.core.plugins import place
+from torchtitan_rl.core.errors import raised_at
 
 
 def check_loss(name: str, loss: Callable[[LossInputs], LossOutput], *, has_reference: bool) -> None:
@@ -22,7 +22,7 @@ def check_loss(name: str, loss: Callable[[LossInputs], LossOutput], *, has_refer
             output = loss(inputs)
         except Exception as error:
             hint = "" if has_reference else " (without trainer.loss.ref_kl, ref_logprobs is None)"
-            where = place(error, name.partition(":")[0])
+            where = raised_at(error, name.partition(":")[0])
             raise ValueError(
                 f"{who} failed {batch}{hint}, {where}: {error!r}; its inputs have "
                 f"{', '.join(f.name for f in fields(LossInputs))}"

@@ -3,8 +3,6 @@
 import difflib
 import importlib
 import inspect
-import sys
-import traceback
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
@@ -80,21 +78,3 @@ def resolve(name: str, builtins: Mapping[str, Function], *, what: str) -> Functi
             f"{nearest(attribute, functions)}"
         )
     return function
-
-
-def place(error: BaseException, module: str) -> str:
-    """The last line of a user's module that an error came through, as file:line."""
-    frames = traceback.extract_tb(error.__traceback__)
-    file = getattr(sys.modules.get(module), "__file__", None)
-    own = [frame for frame in frames if frame.filename == file]
-    frame = (own or frames)[-1]
-    return f"{frame.filename}:{frame.lineno}"
-
-
-def told(error: BaseException, module: str) -> str:
-    """What a user's function raised, and where: for an error that names the function.
-
-    Example:
-        raise ValueError(f"batch filter {name!r} {told(error, module)}") from error
-    """
-    return f"raised {type(error).__name__}: {error} ({place(error, module)})"

@@ -7,14 +7,14 @@ from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 
 class Interrupted(Exception):
     """The user asked the run to stop."""
 
 
-async def unless(stop: asyncio.Event, work: Awaitable[Answer]) -> Answer:
+async def interruptible(stop: asyncio.Event, work: Awaitable[Result]) -> Result:
     """Await `work`, but drop it and raise Interrupted as soon as `stop` is set."""
     task = as_task(work)
     stopped = asyncio.ensure_future(stop.wait())
@@ -28,7 +28,7 @@ async def unless(stop: asyncio.Event, work: Awaitable[Answer]) -> Answer:
         await cancel(task, stopped)
 
 
-async def together(*work: Awaitable[Answer]) -> list[Answer]:
+async def together(*work: Awaitable[Result]) -> list[Result]:
     """Await all; if one fails, cancel the others and let them clean up before the error goes on."""
     tasks = [as_task(w) for w in work]
     try:
@@ -48,7 +48,7 @@ async def cancel(*tasks: asyncio.Future) -> None:
         await asyncio.gather(*left, return_exceptions=True)
 
 
-def as_task(awaitable: Awaitable[Answer]) -> asyncio.Future[Answer]:
+def as_task(awaitable: Awaitable[Result]) -> asyncio.Future[Result]:
     # A coroutine as it is: in a wrapper that is cancelled before it starts, it would never be
     # awaited, and Python would say so.
     if inspect.iscoroutine(awaitable):
@@ -56,7 +56,7 @@ def as_task(awaitable: Awaitable[Answer]) -> asyncio.Future[Answer]:
     return asyncio.ensure_future(_as_coroutine(awaitable))
 
 
-async def _as_coroutine(awaitable: Awaitable[Answer]) -> Answer:
+async def _as_coroutine(awaitable: Awaitable[Result]) -> Result:
     # Monarch's futures are awaitable but no coroutines, which asyncio's tools insist on.
     return await awaitable
 

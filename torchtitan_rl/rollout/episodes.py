@@ -7,7 +7,8 @@ from typing import Any
 
 from torchtitan_rl.algorithms.advantage import AdvantageConfig, group_advantages
 from torchtitan_rl.algorithms.echo import EchoConfig, call_filter
-from torchtitan_rl.core.plugins import check_arguments, resolve, told
+from torchtitan_rl.core.errors import describe_error
+from torchtitan_rl.core.plugins import check_arguments, resolve
 from torchtitan_rl.core.types import Episode, Rollout
 from torchtitan_rl.rollout.loop import Group
 from torchtitan_rl.rollout.sequences import NOBODY, TokenSequence, Turn, merge_turns, turn_alphas
@@ -108,8 +109,8 @@ class BatchFilter:
         try:
             kept = function(list(episodes), **self.kwargs)
         except Exception as error:
-            said = told(error, self.name.partition(":")[0])
-            raise ValueError(f"batch filter {self.name!r} {said}") from error
+            said = describe_error(error, self.name.partition(":")[0])
+            raise ValueError(f"batch filter {self.name!r} raised {said}") from error
         self._check(kept, episodes)
         return kept
 

@@ -27,6 +27,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Generic, get_args
 
+from torchtitan_rl.core.errors import describe_error
 from torchtitan_rl.rollout.stream_plan import (
     Kind,
     Plan,
@@ -202,7 +203,7 @@ class RolloutStream(Generic[Work]):
         elif task.cancelled():
             self._fail(group, "failed", "play was cancelled from within")
         elif error is not None:
-            self._fail(group, "failed", _told(error), error)
+            self._fail(group, "failed", describe_error(error), error)
         else:
             self._succeed(group)
 
@@ -210,7 +211,9 @@ class RolloutStream(Generic[Work]):
         try:
             useful = self._useful is None or self._useful(group.work)
         except Exception as error:
-            self._leave(group, "failed", f"could not tell whether it is useful: {_told(error)}")
+            self._leave(
+                group, "failed", f"could not tell whether it is useful: {describe_error(error)}"
+            )
             self._break(error)
             return
         self._failures_in_a_row = 0
@@ -249,7 +252,7 @@ class RolloutStream(Generic[Work]):
         if stopped or (error := group.task.exception()) is None:
             self._leave(group, "cancelled", reason)
         else:
-            self._leave(group, "failed", _told(error))
+            self._leave(group, "failed", describe_error(error))
 
     def _leave(self, group: Running[Work], kind: Kind | None = None, reason: str = "") -> None:
         """Free the group's slot. Without a kind it goes on to be trained."""
@@ -301,10 +304,6 @@ class RolloutStream(Generic[Work]):
             return plan.state(self.config, now=asyncio.get_running_loop().time())
         needed = self._next - self.config.max_offpolicy_steps
         return f"its groups start at version {needed}, and the version is {self.version}"
-
-
-def _told(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def _report(message: str, error: BaseException) -> None:

@@ -21,14 +21,14 @@ from torchtitan_rl.supervision.spawn import (
 )
 
 
-class Crew:
+class ActorSet:
     """Spawns the actors side by side, and ends every process they live on.
 
     Example:
-        crew = Crew(config, folder, interactive=False)
-        await crew.start()
-        completions = await crew.generators.sample([[7, 8]], [SamplingConfig()], ["a name"])
-        await crew.stop()
+        actors = ActorSet(config, folder, interactive=False)
+        await actors.start()
+        completions = await actors.generators.sample([[7, 8]], [SamplingConfig()], ["a name"])
+        await actors.stop()
     """
 
     trainer: Spawned

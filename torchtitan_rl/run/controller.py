@@ -23,7 +23,7 @@ from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.core.configurable import Configurable
 from torchtitan_rl.core.metrics import flatten, merge_metrics
 from torchtitan_rl.core.types import Episode
-from torchtitan_rl.core.waiting import Clock, Interrupted, unless
+from torchtitan_rl.core.waiting import Clock, Interrupted, interruptible
 from torchtitan_rl.models.hf import experts_of
 from torchtitan_rl.observability.console import (
     StepProgress,
@@ -46,14 +46,14 @@ from torchtitan_rl.rollout.prompts import PromptGroups
 from torchtitan_rl.rollout.renderer import ChatRenderer
 from torchtitan_rl.rollout.replay import open_dump
 from torchtitan_rl.rollout.stream import RolloutStream
-from torchtitan_rl.run.actor_set import Crew
+from torchtitan_rl.run.actor_set import ActorSet
 from torchtitan_rl.run.progress_guard import Health
 from torchtitan_rl.run.sync import WeightSync
-from torchtitan_rl.supervision.calls import answer
+from torchtitan_rl.supervision.calls import call_with_deadline
 from torchtitan_rl.supervision.spawn import per_rank, start_monarch
 from torchtitan_rl.tasks.task import Task
 
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 
 class Controller(Configurable):
@@ -96,11 +96,11 @@ class Controller(Configurable):
         self.heldout = self.groups.heldout(self.task, config.evaluation.prompts)
         self.dump = open_dump(config, self.tasks, self.renderer, hf_config)
         self.timeline = Timeline(self.folder.timeline if config.save_timeline else None)
-        self.crew = Crew(
+        self.actors = ActorSet(
             config, self.folder, interactive=bool(self.interactive), timeline=self.timeline
         )
         probe = self.heldout[0].shown.token_ids
-        self.sync = WeightSync(config, self.crew, self.answer, self.measure, probe)
+        self.sync = WeightSync(config, self.actors, self.call, self.measure, probe)
         self.steps_done = 0
         self.policy_version = 0
         self.rollout_log = RolloutLog(self.folder.rollouts if config.save_rollouts else None)
@@ -129,7 +129,7 @@ class Controller(Configurable):
                     if self.steps_done % config.checkpoint.every == 0:
                         await self.save()
             if not self.dump:
-                log.write(config.steps, await unless(self.interrupted, self.evaluate()))
+                log.write(config.steps, await interruptible(self.interrupted, self.evaluate()))
             await self.save()
             await self.export(self.folder.model)
         except Interrupted:
@@ -146,10 +146,10 @@ class Controller(Configurable):
         evaluation: dict[str, float] = {}
         if step % config.evaluation.every == 0 and not self.dump:
             with clock("evaluate"):
-                evaluation = await unless(stop, self.evaluate())
+                evaluation = await interruptible(stop, self.evaluate())
         started = time.perf_counter()
 
-        groups = await unless(stop, self.rollouts(step, clock))
+        groups = await interruptible(stop, self.rollouts(step, clock))
         batch = make_batch(groups, config.advantage, holdout_share=config.rollout.holdout_share)
         dropped = self.take_dropped()
         # Before anything that may fail: then they are what one wants to look at.
@@ -164,7 +164,7 @@ class Controller(Configurable):
         self.health.check_episodes(groups, episodes)
         with clock("train"):
             if heldout := limit_length(batch.heldout, budget, overlong)[0]:
-                measured = await unless(stop, self.measure(heldout))
+                measured = await interruptible(stop, self.measure(heldout))
                 training |= {f"heldout/{name}": value for name, value in measured.items()}
             if episodes:
                 training |= await self.train(episodes)
@@ -249,8 +249,8 @@ class Controller(Configurable):
     def count_failures(self, step: int, groups: list[Group]) -> dict[str, float]:
         """What came to nothing since the last step, by task; each is logged, once."""
         died = {
-            "generators/died": self.crew.generators.take_deaths(),
-            "graders/died": self.crew.graders.take_deaths(),
+            "generators/died": self.actors.generators.take_deaths(),
+            "graders/died": self.actors.graders.take_deaths(),
         }
         return {**self.failures.of_step(step, groups), **died}
 
@@ -258,16 +258,16 @@ class Controller(Configurable):
         """Give each group its rollouts."""
         await roll_out(
             groups,
-            sample=self.crew.generators.sample,
+            sample=self.actors.generators.sample,
             respond=self.respond,
             renderer=self.renderer,
             limits=self.config.limits,
         )
 
     async def respond(self, requests: list[Request]) -> list[Response]:
-        assert self.crew.environment is not None
-        call = self.crew.environment.actor.respond.call_one(requests)
-        return await self.answer("environment", "respond", call)
+        assert self.actors.environment is not None
+        call = self.actors.environment.actor.respond.call_one(requests)
+        return await self.call("environment", "respond", call)
 
     async def grade(self, groups: list[Group]) -> None:
         """Give each group its scored rollouts."""
@@ -275,7 +275,7 @@ class Controller(Configurable):
         if not alive:
             raise RuntimeError(groups[0].failures[0].reason)
         ungraded = [group.ungraded for group in alive]
-        given = await self.crew.graders.rewards(ungraded, step=self.steps_done)
+        given = await self.actors.graders.rewards(ungraded, step=self.steps_done)
         for group in alive:
             waited(group.conversations, "grade", since=asked)
         take_rewards(alive, given)
@@ -284,16 +284,16 @@ class Controller(Configurable):
         """Optimizer steps on these episodes: one, unless trainer.updates_per_step says more."""
         parts = deal_groups(await self.complete(episodes), self.config.trainer.updates_per_step)
         grids = [self.weighed_grid(part) for part in parts]
-        call = self.crew.trainer.actor.train_step.call(*grids, step=self.steps_done)
-        metrics = merge_metrics(per_rank(await self.answer("trainer", "train", call)))
+        call = self.actors.trainer.actor.train_step.call(*grids, step=self.steps_done)
+        metrics = merge_metrics(per_rank(await self.call("trainer", "train", call)))
         self.policy_version += 1
         return {**flatten(metrics), **grid_metrics(grids)}
 
     async def measure(self, episodes: list[Episode]) -> dict[str, float]:
         """What a step on these episodes would measure, without taking it."""
         grid = self.weighed_grid(await self.complete(episodes))
-        call = self.crew.trainer.actor.measure.call(grid)
-        return flatten(merge_metrics(per_rank(await self.answer("trainer", "measure", call))))
+        call = self.actors.trainer.actor.measure.call(grid)
+        return flatten(merge_metrics(per_rank(await self.call("trainer", "measure", call))))
 
     async def complete(self, episodes: list[Episode]) -> list[Episode]:
         """The episodes, checked, with everything the losses need."""
@@ -304,8 +304,8 @@ class Controller(Configurable):
             version=None if self.dump else self.policy_version,
             experts=self.experts,
         )
-        if self.crew.reference:
-            episodes = await unless(self.interrupted, self.add_ref_logprobs(episodes))
+        if self.actors.reference:
+            episodes = await interruptible(self.interrupted, self.add_ref_logprobs(episodes))
         require(episodes, self.needs)
         return episodes
 
@@ -325,11 +325,11 @@ class Controller(Configurable):
 
     async def add_ref_logprobs(self, episodes: list[Episode]) -> list[Episode]:
         """The episodes with the logprobs of their tokens under the frozen reference model."""
-        assert self.crew.reference is not None
+        assert self.actors.reference is not None
         parallelism = self.config.reference.parallelism
         grid = self.grid(episodes, parallelism.dp_degree)
-        call = self.crew.reference.actor.logprobs.call(grid)
-        ranks = per_rank(await self.answer("reference", "compute logprobs", call))
+        call = self.actors.reference.actor.logprobs.call(grid)
+        ranks = per_rank(await self.call("reference", "compute logprobs", call))
         # Ranks that share each layer give the same answer; the first of them is enough.
         rows = grid.read_back(ranks[:: parallelism.tensor_parallel_degree])
         return [replace(e, ref_logprobs=r.tolist()) for e, r in zip(episodes, rows, strict=True)]
@@ -346,19 +346,21 @@ class Controller(Configurable):
     async def save(self) -> None:
         """Checkpoint what `steps_done` steps have made, unless that is on disk already."""
         if self.folder.latest_checkpoint() != self.steps_done:
-            call = self.crew.trainer.actor.save.call(self.steps_done)
-            await self.answer("trainer", "save a checkpoint", call)
+            call = self.actors.trainer.actor.save.call(self.steps_done)
+            await self.call("trainer", "save a checkpoint", call)
 
     async def export(self, folder: Path) -> None:
         """Write the current weights as an HF folder."""
-        call = self.crew.trainer.actor.export_hf.call(str(folder))
-        await self.answer("trainer", "export the model", call)
+        call = self.actors.trainer.actor.export_hf.call(str(folder))
+        await self.call("trainer", "export the model", call)
 
-    async def answer(self, who: str, what: str, reply: Awaitable[Answer]) -> Answer:
+    async def call(self, who: str, what: str, reply: Awaitable[Result]) -> Result:
         """Wait for an actor: not for ever, and to be seen in the timeline."""
         deadline = self.config.deadline_seconds
         with self.timeline.span(who, what, step=self.steps_done):
-            return await answer(f"the {who} to {what}", reply, deadline_seconds=deadline)
+            return await call_with_deadline(
+                f"the {who} to {what}", reply, deadline_seconds=deadline
+            )
 
     # ---- the actors ---------------------------------------------------------------------------
 
@@ -370,10 +372,10 @@ class Controller(Configurable):
         start_monarch(self.folder.log_file("monarch"))
         try:
             with busy("starting the actors"):
-                starting = self.answer("crew", "start", self.crew.start())
-                await unless(self.interrupted, starting)
-            done = self.crew.trainer.actor.steps_done.call()
-            self.steps_done = per_rank(await self.answer("trainer", "say its step", done))[0]
+                starting = self.call("actors", "start", self.actors.start())
+                await interruptible(self.interrupted, starting)
+            done = self.actors.trainer.actor.steps_done.call()
+            self.steps_done = per_rank(await self.call("trainer", "say its step", done))[0]
             if self.config.resume:
                 console.print(f"resuming after {self.steps_done} steps", markup=False)
             self.policy_version = await self.sync.now()
@@ -391,5 +393,5 @@ class Controller(Configurable):
                 await self.stream.close()
             self.count_failures(self.steps_done, self.take_dropped())  # why, if that was the end
         await self.sync.close()
-        await self.crew.stop()
+        await self.actors.stop()
         self.timeline.close()

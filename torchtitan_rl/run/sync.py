@@ -12,7 +12,7 @@ from torchtitan_rl.core.types import Episode
 from torchtitan_rl.observability.console import console
 from torchtitan_rl.platform import resolve_dtype
 from torchtitan_rl.rollout.stream import RolloutStream
-from torchtitan_rl.run.actor_set import Crew
+from torchtitan_rl.run.actor_set import ActorSet
 from torchtitan_rl.supervision.spawn import per_rank
 from torchtitan_rl.weight_sync.handle import Transport, WrongWeightsError, merge_handles
 from torchtitan_rl.weight_sync.transport import choose_transport
@@ -29,7 +29,7 @@ class WeightSync:
     waits only for its own copy, the generators only between two steps of their engines.
 
     Example:
-        sync = WeightSync(config, crew, answer, measure, probe=[7, 8])
+        sync = WeightSync(config, actors, call, measure, probe=[7, 8])
         version = await sync.now()
         ...
         await sync.begin(trained=True, stream=None)
@@ -38,12 +38,12 @@ class WeightSync:
     def __init__(
         self,
         config: RunConfig,
-        crew: Crew,
-        answer: Callable[[str, str, Awaitable], Awaitable[Any]],
+        actors: ActorSet,
+        call: Callable[[str, str, Awaitable], Awaitable[Any]],
         measure: Callable[[list[Episode]], Awaitable[dict[str, float]]],
         probe: list[int],
     ) -> None:
-        self._config, self._crew, self._answer = config, crew, answer
+        self._config, self._actors, self._call = config, actors, call
         self._measure, self._probe = measure, probe
         # A check wants the trainer's weights to be those that were published.
         self._waits = not config.max_offpolicy_steps or config.check_weights
@@ -92,16 +92,16 @@ class WeightSync:
     async def _publish_and_pull(self) -> None:
         if self._transport is None:
             self._transport, why = choose_transport(
-                self._config.trainer.weight_sync, self._crew.hosts
+                self._config.trainer.weight_sync, self._actors.hosts
             )
             console.print(why, markup=False)
         dtype = resolve_dtype(self._config.generator.engine.dtype)
-        publish = self._crew.trainer.actor.publish_weights.call(
+        publish = self._actors.trainer.actor.publish_weights.call(
             transport=self._transport, dtype=getattr(torch, dtype)
         )
-        ranks = per_rank(await self._answer("trainer", "publish weights", publish))
+        ranks = per_rank(await self._call("trainer", "publish weights", publish))
         handle = merge_handles(ranks)
-        await self._crew.generators.pull(handle)
+        await self._actors.generators.pull(handle)
         self.version = handle.version
         if handle.nbytes:
             self.metrics["sync/changed_share"] = handle.changed_bytes / handle.nbytes
@@ -110,7 +110,7 @@ class WeightSync:
 
     async def _mismatch(self, most: float) -> float:
         """How far the generators' logprobs are from the trainer's; too far is an error."""
-        completions = await self._crew.generators.sample_on_each(self._probe, PROBE)
+        completions = await self._actors.generators.sample_on_each(self._probe, PROBE)
         episodes = [
             Episode(
                 policy_version=0,  # not looked at: it is the newest

@@ -28,7 +28,7 @@ from torchtitan_rl.algorithms.echo import EchoConfig, RoleEcho
 from torchtitan_rl.algorithms.objective import LossConfig
 from torchtitan_rl.core.plugins import nearest
 from torchtitan_rl.core.types import Episode, Message
-from torchtitan_rl.core.waiting import Interrupted, unless
+from torchtitan_rl.core.waiting import Interrupted, interruptible
 from torchtitan_rl.engines.vllm.engine import SamplingConfig
 from torchtitan_rl.models.makers.tiny import tiny_config, write_tiny_model
 from torchtitan_rl.observability.console import StepProgress, console
@@ -219,7 +219,7 @@ async def imitate(controller: "Controller", warm: WarmStartConfig) -> float:
             line = None
             if (step + 1) % warm.evaluate_every == 0 or step + 1 == warm.steps:
                 await controller.sync.now()
-                found = await unless(controller.interrupted, controller.evaluate())
+                found = await interruptible(controller.interrupted, controller.evaluate())
                 accuracy = found["eval/accuracy"]
                 line = f"imitation step {step + 1:4d}  │ held-out accuracy {accuracy:.1%}"
             progress.advance(line)

@@ -5,7 +5,7 @@ from collections.abc import Awaitable
 
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 
-from torchtitan_rl.core.waiting import Answer, as_task, cancel
+from torchtitan_rl.core.waiting import Result, as_task, cancel
 
 
 class WorkerDiedError(RuntimeError):
@@ -16,7 +16,9 @@ class DeadlineError(TimeoutError):
     """Nobody answered in time; not to be taken for a TimeoutError that an actor answers with."""
 
 
-async def answer(what: str, reply: Awaitable[Answer], *, deadline_seconds: float) -> Answer:
+async def call_with_deadline(
+    what: str, reply: Awaitable[Result], *, deadline_seconds: float
+) -> Result:
     """Wait for an actor's reply; if none comes, say who was waited for and why it did not come."""
     task = as_task(reply)
     try:

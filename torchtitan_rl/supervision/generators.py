@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from torchtitan_rl.config.sampling import SamplingConfig
+from torchtitan_rl.core.errors import describe_error
 from torchtitan_rl.core.types import Completion
 from torchtitan_rl.core.waiting import together
 from torchtitan_rl.observability.timeline import Timeline
@@ -18,7 +19,6 @@ from torchtitan_rl.supervision.replicas import (
     GeneratorsDiedError,
     Replica,
     Replicas,
-    told,
 )
 from torchtitan_rl.supervision.spawn import Spawned
 from torchtitan_rl.weight_sync.handle import WeightHandle
@@ -58,7 +58,7 @@ class Ask:
         """What was sampled, or as many completions without tokens, which say why."""
         if self.error is None:
             return self.completions
-        why, logprobs = told(self.error), self.sampling.logprobs
+        why, logprobs = describe_error(self.error), self.sampling.logprobs
         return [
             Completion(version, self.index, self.prompt, why, [], [] if logprobs else None, "abort")
             for _ in range(self.sampling.n)

@@ -10,10 +10,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 
 from torchtitan_rl.actors.grader import RewardError, Ungraded
-from torchtitan_rl.core.waiting import Interrupted, unless
+from torchtitan_rl.core.waiting import Interrupted, interruptible
 from torchtitan_rl.observability.console import console
 from torchtitan_rl.observability.timeline import Timeline
-from torchtitan_rl.supervision.calls import WorkerDiedError, answer
+from torchtitan_rl.supervision.calls import WorkerDiedError, call_with_deadline
 from torchtitan_rl.supervision.spawn import Spawned
 from torchtitan_rl.tasks.task import Reward
 
@@ -143,10 +143,10 @@ class Graders:
             raise GradersDiedError(self._broken)
         process = await self._alive()
         call = process.spawned.actor.rewards.call_one(groups)
-        waiting = answer("the grader to grade", call, deadline_seconds=self._deadline)
+        waiting = call_with_deadline("the grader to grade", call, deadline_seconds=self._deadline)
         with self._timeline.span("grader", "grade", step=step):
             try:
-                given = await unless(process.gone, waiting)
+                given = await interruptible(process.gone, waiting)
             except Interrupted:
                 self._bury(process)
                 raise WorkerDiedError("its process has ended") from None
@@ -167,7 +167,9 @@ class Graders:
             if not self._processes:
                 starting = self._started()
                 try:
-                    await answer("the grader to start", starting, deadline_seconds=self._deadline)
+                    await call_with_deadline(
+                        "the grader to start", starting, deadline_seconds=self._deadline
+                    )
                 except WorkerDiedError as error:  # which is no group's doing
                     raise GradersDiedError(str(error)) from error
             return self._processes[-1]

@@ -6,7 +6,7 @@ from pathlib import Path
 from monarch.actor import Actor, endpoint
 
 
-class Place(Actor):
+class ProcessInfo(Actor):
     """Tells which process and machine it lives on."""
 
     @endpoint

@@ -14,11 +14,11 @@ from typing import Any
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError
 
-from torchtitan_rl.core.waiting import Answer, Interrupted, together, unless
-from torchtitan_rl.engines.vllm.engine import EngineDiedError
+from torchtitan_rl.core.errors import ActorBrokenError, describe_error
+from torchtitan_rl.core.waiting import Interrupted, Result, interruptible, together
 from torchtitan_rl.observability.console import console
 from torchtitan_rl.observability.timeline import Timeline
-from torchtitan_rl.supervision.calls import DeadlineError, WorkerDiedError, answer
+from torchtitan_rl.supervision.calls import DeadlineError, WorkerDiedError, call_with_deadline
 from torchtitan_rl.supervision.spawn import Spawned
 from torchtitan_rl.weight_sync.handle import WeightHandle
 
@@ -60,7 +60,7 @@ class Replica:
         if self.spawned is not None:
             return f"generator {self.number}: sampling {self.load} completions"
         if self.lost is not None:
-            return f"generator {self.number}: lost: {told(self.lost)}"
+            return f"generator {self.number}: lost: {describe_error(self.lost)}"
         return f"generator {self.number}: being replaced for {now - self.since:.0f} s"
 
 
@@ -162,8 +162,8 @@ class Replicas:
     # ---- calls --------------------------------------------------------------------------------
 
     async def _call(
-        self, replica: Replica, what: str, call: Callable[[Any], Awaitable[Answer]]
-    ) -> Answer:
+        self, replica: Replica, what: str, call: Callable[[Any], Awaitable[Result]]
+    ) -> Result:
         """What its actor answers. If it dies over that, or never answers, it is replaced, and
         GeneratorDiedError says so; any other error is the actor's answer."""
         spawned, gone = replica.spawned, replica.gone
@@ -175,16 +175,18 @@ class Replicas:
             if not _died(error):
                 raise
             self._bury(replica, spawned, error)
-            raise GeneratorDiedError(f"generator {replica.number}: {told(error)}") from error
+            raise GeneratorDiedError(
+                f"generator {replica.number}: {describe_error(error)}"
+            ) from error
 
     async def _answer(
-        self, replica: Replica, what: str, call: Awaitable[Answer], gone: asyncio.Event
-    ) -> Answer:
+        self, replica: Replica, what: str, call: Awaitable[Result], gone: asyncio.Event
+    ) -> Result:
         who = f"generator {replica.number}"
-        waiting = answer(f"{who} to {what}", call, deadline_seconds=self._deadline)
+        waiting = call_with_deadline(f"{who} to {what}", call, deadline_seconds=self._deadline)
         with self._timeline.span(who, what):
             try:
-                return await unless(gone, waiting)
+                return await interruptible(gone, waiting)
             except Interrupted:
                 raise WorkerDiedError(f"while waiting for {who} to {what}, it died") from None
 
@@ -223,7 +225,7 @@ class Replicas:
                 await self._answer(replica, "end", spawned.stop(), asyncio.Event())
                 replica.processes = [s for s in replica.processes if s is not spawned]
             except Exception as error:
-                self._say(f"generator {replica.number} could not be ended: {told(error)}")
+                self._say(f"generator {replica.number} could not be ended: {describe_error(error)}")
 
     async def _watch(self) -> None:
         while True:
@@ -232,7 +234,9 @@ class Replicas:
                 try:
                     self._look(replica)
                 except Exception as error:
-                    self._say(f"generator {replica.number} cannot be watched: {told(error)}")
+                    self._say(
+                        f"generator {replica.number} cannot be watched: {describe_error(error)}"
+                    )
 
     def _look(self, replica: Replica) -> None:
         for newest in replica.processes[-1:]:
@@ -280,7 +284,9 @@ class Replicas:
     def _lose(self, replica: Replica, error: BaseException) -> None:
         replica.lost = error
         self._tell()  # whoever waits for a generator
-        self._say(f"generator {replica.number} is not replaced: {told(error)}", once=False)
+        self._say(
+            f"generator {replica.number} is not replaced: {describe_error(error)}", once=False
+        )
 
     # ---- odds and ends ------------------------------------------------------------------------
 
@@ -304,21 +310,9 @@ class Replicas:
             console.print(line, markup=False)
 
 
-def told(error: BaseException) -> str:
-    """In one line; of an actor's error without the trace.
-
-    Example:
-        >>> told(ValueError("prompt 0 is empty"))
-        'ValueError: prompt 0 is empty'
-    """
-    if isinstance(error, ActorError):
-        error = error.exception
-    return f"{type(error).__name__}: {error}"
-
-
 def _died(error: BaseException) -> bool:
     """Whether a call failed because its generator died or hangs, and not because of what it was
     asked."""
     if isinstance(error, ActorError):
-        return isinstance(error.exception, EngineDiedError)
-    return isinstance(error, WorkerDiedError | SupervisionError | EngineDiedError | DeadlineError)
+        return isinstance(error.exception, ActorBrokenError)
+    return isinstance(error, WorkerDiedError | SupervisionError | ActorBrokenError | DeadlineError)

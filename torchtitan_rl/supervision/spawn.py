@@ -29,7 +29,7 @@ from torchtitan_rl.actors.trainer import Trainer
 from torchtitan_rl.observability.console import console
 from torchtitan_rl.platform import worker_env
 from torchtitan_rl.platform.worker_main import LOG_VARIABLE, PARENT_VARIABLE
-from torchtitan_rl.supervision.process_info import Place
+from torchtitan_rl.supervision.process_info import ProcessInfo
 from torchtitan_rl.tasks.task import Task
 from torchtitan_rl.weight_sync.file import JANITOR
 
@@ -201,9 +201,9 @@ async def spawn(
         if distributed:
             await setup_torch_elastic_env_async(procs, "127.0.0.1", _free_port())
         # Told apart from other children by asking: meshes may start side by side.
-        places = per_rank(await procs.spawn("places", Place).get.call())
+        infos = per_rank(await procs.spawn("process_info", ProcessInfo).get.call())
         actor = procs.spawn(name, actor_class, *args, **kwargs)
-        return Spawned(actor, procs, [psutil.Process(pid) for pid, _ in places], places[0][1])
+        return Spawned(actor, procs, [psutil.Process(pid) for pid, _ in infos], infos[0][1])
     except BaseException:
         await _give_up(procs)
         raise

@@ -8,7 +8,8 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from torchtitan_rl.core.plugins import check_arguments, resolve, told
+from torchtitan_rl.core.errors import describe_error
+from torchtitan_rl.core.plugins import check_arguments, resolve
 from torchtitan_rl.tasks.task import Reward
 
 RewardFn = Callable[..., "Reward | float"]
@@ -149,8 +150,8 @@ class AnswerReward:
         try:
             worth = function(answer, self.expected(expected), **self.kwargs)
         except Exception as error:
-            said = told(error, self.name.partition(":")[0])
-            raise ValueError(f"reward {self.name!r} {said}") from error
+            said = describe_error(error, self.name.partition(":")[0])
+            raise ValueError(f"reward {self.name!r} raised {said}") from error
         if isinstance(worth, Reward):
             return worth
         if not isinstance(worth, bool | int | float) or not math.isfinite(worth):

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtitan_rl.config.sampling import SamplingConfig
+from torchtitan_rl.core.errors import ActorBrokenError
 from torchtitan_rl.core.types import Completion
 from torchtitan_rl.engines.vllm.build import build_llm_engine
 from torchtitan_rl.engines.vllm.routing import RoutingSource, make_routing_source
@@ -31,7 +32,7 @@ class PromptError(ValueError):
     """A prompt the engine cannot take; the message names it and says why."""
 
 
-class EngineDiedError(RuntimeError):
+class EngineDiedError(ActorBrokenError):
     """The engine failed in a step; every request in flight failed with it."""
 
 
