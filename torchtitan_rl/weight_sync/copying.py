@@ -1,8 +1,8 @@
-"""Bytes in CPU memory: looked at, compared, and copied by threads that are woken once for all.
+"""Bytes in CPU memory: views of them, comparison, and copies by threads that wake once per call.
 
-ATen's threads are woken for each tensor, and sleep in between (`worker_env` has them): of 135M
-parameters that takes a sixth of the time. The bytes are numpy's, whose calls cost a fraction of
-those of ATen or ctypes: in a small model that is what takes the time.
+ATen wakes its threads for each tensor, and they sleep in between (`worker_env` sets that): with
+135M parameters the wake-ups take a sixth of the time. The bytes are numpy arrays, because a call of
+numpy costs a fraction of one of ATen or ctypes, and in a small model calls are what takes the time.
 """
 
 import ctypes
@@ -16,14 +16,15 @@ _memcmp = ctypes.CDLL(None).memcmp  # leaves Python to other threads meanwhile, 
 _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 _PIECE = 8 << 20
-"""Most bytes of one call: a thread that is slower, as its core is in use, then does fewer."""
+"""Most bytes per copy: small pieces let a thread whose core is busy take fewer of them."""
 
 Copy = tuple[np.ndarray, np.ndarray]
 """[bytes] uint8 to copy to, and as many to copy from."""
 
 
 def bytes_of(tensor: torch.Tensor, dtype: torch.dtype) -> np.ndarray | None:
-    """Its memory, [bytes] uint8, if that is in order, of `dtype` and a CPU's; else None.
+    """The memory of a contiguous CPU tensor of `dtype`, as [bytes] uint8; None for any other
+    tensor.
 
     Example:
         >>> bytes_of(torch.tensor([1, 2], dtype=torch.int16), torch.int16)
@@ -36,16 +37,18 @@ def bytes_of(tensor: torch.Tensor, dtype: torch.dtype) -> np.ndarray | None:
 
 
 def same(one: np.ndarray, other: np.ndarray) -> bool:
-    """Whether two runs of bytes are the same. Ends at the first difference."""
+    """Whether two byte arrays of one length are equal; stops at the first difference."""
     return _memcmp(one.ctypes.data, other.ctypes.data, len(one)) == 0
 
 
 def copy(copies: Sequence[Copy], pool: ThreadPoolExecutor, threads: int) -> None:
-    """Do all of them, here and on up to `threads` - 1 threads of the pool. Returns when no thread
-    reads or writes any more, also if it fails."""
-    # To wake a thread takes as long as to copy some MB.
+    """Make all copies, on this thread and on up to `threads` - 1 threads of the pool.
+
+    Returns when no thread reads or writes any more, also if a copy fails.
+    """
+    # Waking a thread takes as long as copying some MB.
     helpers = min(threads - 1, sum(len(source) for _, source in copies) // _PIECE)
-    if not helpers:  # there is nobody to share pieces with
+    if not helpers:
         for target, source in copies:
             np.copyto(target, source)
         return
@@ -62,7 +65,7 @@ def copy(copies: Sequence[Copy], pool: ThreadPoolExecutor, threads: int) -> None
 
 
 def _work(pieces: list[Copy]) -> None:
-    """Copy until none is left; more than one thread may take from the list."""
+    """Copy pieces until the list is empty; several threads may take from it at once."""
     while True:
         try:
             target, source = pieces.pop()

@@ -1,7 +1,7 @@
-"""Weight sync over a shared file system: a safetensors file a rank and version.
+"""Weight sync over a shared file system: one safetensors file per rank and version.
 
-A file has its name only when it is complete. The two newest stay; a process of its own removes all
-of them when the trainer dies, however it dies.
+A file gets its final name when it is complete. The two newest files stay. A separate process
+removes all of them when the trainer ends, even by SIGKILL.
 """
 
 import shutil
@@ -25,6 +25,8 @@ from torchtitan_rl.weight_sync.handle import (
 
 @dataclass(frozen=True, slots=True)
 class FileLocation:
+    """The file of one rank's snapshot."""
+
     path: str
 
 
@@ -66,14 +68,14 @@ class FileBuffer:
         self._remove()
 
     def _remove(self) -> None:
-        # Whoever has it open keeps what it has.
+        # Readers that have the file open can go on reading it.
         if self._file is not None:
             self._file.unlink(missing_ok=True)
         self._file = None
 
 
 class FileReader:
-    """A rank's file, open."""
+    """Reader of one rank's snapshot file."""
 
     def __init__(self, part: Part, version: int) -> None:
         path = part.location.path
@@ -111,17 +113,16 @@ JANITOR = "torchtitan_rl-janitor"
 
 
 class Janitor:
-    """Removes a folder when this process ends, also by SIGKILL: its end of a pipe closes then."""
+    """Removes a folder when this process ends, also by SIGKILL: our end of a pipe closes then."""
 
-    # The shell's child does the work: no child of this process any more, so it outlives a kill of
-    # all of them.
-    # It reads from 3, because a shell gives those it does not wait for no standard input.
+    # A grandchild does the work, so that it survives when all children of this process are killed.
+    # It reads from descriptor 3: a shell gives background commands no standard input.
     _SCRIPT = 'exec 3<&0; { cat <&3 > /dev/null; rm -rf -- "$1"; } &'
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         command = ["sh", "-c", self._SCRIPT, JANITOR, str(folder)]
-        # In a session of its own: the terminal's Ctrl-C is not for it.
+        # In a new session, so that Ctrl-C in the terminal does not reach it.
         shell = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         self._pipe = shell.stdin
         shell.wait()

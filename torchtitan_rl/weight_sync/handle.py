@@ -1,7 +1,7 @@
-"""What travels when weights do: a small handle that says where a snapshot lies.
+"""Weight handles: small, picklable descriptions of where a published snapshot lies.
 
-The tensors never travel in actor messages (a message moves bytes at a twentieth of memcpy speed).
-Names are HF names, so any engine that loads an HF folder can read a snapshot.
+Tensors are never sent in actor messages, which move bytes at a twentieth of memcpy speed. Tensors
+have their HF names, so any engine that loads an HF folder can read a snapshot.
 """
 
 import itertools
@@ -21,18 +21,19 @@ class WeightSyncError(RuntimeError):
 
 
 class StaleHandleError(WeightSyncError):
-    """The snapshot behind a handle has been overwritten by a later one, or is half-written."""
+    """The snapshot of a handle has been overwritten by a later one, or is half-written."""
 
 
 class WrongWeightsError(WeightSyncError):
-    """A snapshot is not of the model that is to serve it, or not what was published."""
+    """A snapshot does not fit the model that loads it, or differs from what was published."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A box of a tensor that this process has in memory: what a rank owns of it.
+    """The box of a tensor that one rank owns, in this process's memory.
 
-    Example: rank 1 of two has rows 2 and 3 of a matrix of 4x8:
+    Example:
+        Rank 1 of two has rows 2 and 3 of a matrix of 4x8:
         Shard("w", (4, 8), start=(2, 0), rows=(local,))
     """
 
@@ -42,18 +43,20 @@ class Shard:
     start: Shape
     """Where in the whole tensor the box begins."""
     rows: tuple[torch.Tensor, ...]
-    """The box, as pieces that follow each other along the first dimension: the trainer may keep
-    them apart. They are the live weights. If these move to other memory, make another Shard."""
+    """Pieces of the box that follow each other along the first dimension; the trainer may keep them
+    apart in memory. They are the live weights: if they move to other memory, make a new Shard."""
 
 
 def whole_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> list[Shard]:
-    """Of a process that has all there is."""
+    """Shards of a process that has every tensor whole."""
     return [Shard(name, tuple(t.shape), (0,) * t.ndim, (t.detach(),)) for name, t in named]
 
 
 class Slot(NamedTuple):
-    """A box of a tensor in a snapshot: the same one in every snapshot of the same tensors. A tuple,
-    which is compared twice as fast as a dataclass."""
+    """Where a box of a tensor lies in a snapshot; equal in all snapshots of the same tensors.
+
+    A tuple, because comparing tuples is twice as fast as comparing dataclasses.
+    """
 
     name: str
     whole: Shape
@@ -61,7 +64,7 @@ class Slot(NamedTuple):
     shape: Shape
     dtype: torch.dtype
     offset: int
-    """Of its first byte in the part."""
+    """Position of the first byte in the part."""
     nbytes: int
 
     @property
@@ -75,22 +78,22 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one trainer rank has published."""
+    """One trainer rank's part of a published snapshot."""
 
     publisher: int
-    """A random number: what different publishers publish has nothing to do with each other."""
+    """Random id of the publisher; parts of different publishers cannot be compared."""
     number: int
-    """Which of its publications this is. Not the version: one may be published twice, changed."""
+    """Count of the publisher's publications; a version may be published twice, changed."""
     location: Any
     """What the transport needs to find the bytes."""
     slots: tuple[Slot, ...]
     changed: tuple[int, ...]
-    """Of each slot, the number of the publication with which its bytes were last different."""
+    """Per slot, the number of the publication that last changed its bytes."""
     checksums: tuple[int, ...] = ()
-    """Of each slot's bytes, or none."""
+    """Per slot, a checksum of its bytes; empty without checksums."""
 
     def changed_since(self, number: int) -> list[Slot]:
-        """Those whose bytes were different with a publication after this one."""
+        """Slots whose bytes have changed after publication `number`."""
         return [s for s, last in zip(self.slots, self.changed, strict=True) if last > number]
 
 
@@ -113,7 +116,7 @@ class WeightHandle:
 
     @property
     def changed_bytes(self) -> int:
-        """Those that are different from the publication before."""
+        """Bytes that differ from the publication before."""
         return sum(s.nbytes for part in self.parts for s in part.changed_since(part.number - 1))
 
     def tensors(self) -> dict[str, tuple[Shape, torch.dtype]]:
@@ -121,7 +124,8 @@ class WeightHandle:
         return {slot.name: (slot.whole, slot.dtype) for slot in self.slots}
 
     def follows(self, older: "WeightHandle | None") -> bool:
-        """Whether what has not changed since `older` is the same as in `older`."""
+        """Whether tensors that this handle says are unchanged since `older` equal those of
+        `older`."""
         return (
             older is not None
             and [p.publisher for p in older.parts] == [p.publisher for p in self.parts]
@@ -129,11 +133,12 @@ class WeightHandle:
         )
 
     def changed_since(self, older: "WeightHandle | None") -> set[str]:
-        """Names of the tensors that who serves `older` has to load. A tensor that changed takes
-        along those an engine may keep in one piece with it, as q, k and v.
+        """Names of the tensors that an engine with the weights of `older` has to load.
+
+        A changed tensor brings those with it that an engine may keep as one, such as q, k and v.
 
         Example:
-            if only model.layers.3.mlp.up_proj.weight has changed: all of model.layers.3.mlp
+            If only model.layers.3.mlp.up_proj.weight has changed: all of model.layers.3.mlp.
         """
         if not self.follows(older):
             return {slot.name for slot in self.slots}
@@ -147,7 +152,7 @@ class WeightHandle:
 
 
 def _module(name: str) -> str:
-    """What an engine loads as a whole: attention or MLP of a layer, else the tensor itself.
+    """The module that an engine loads as a whole: attention or MLP of a layer, else the tensor.
 
     Example:
         >>> _module("model.layers.3.mlp.experts.7.up_proj.weight")
@@ -160,7 +165,7 @@ def _module(name: str) -> str:
 
 
 def merge_handles(ranks: Sequence[WeightHandle]) -> WeightHandle:
-    """The handle of what all ranks have published together; it must be all there is of a model."""
+    """One handle for the parts of all ranks; together they must be every tensor, whole."""
     first = ranks[0]
     for rank in ranks:
         if (rank.version, rank.transport) != (first.version, first.transport):
@@ -178,7 +183,7 @@ def merge_handles(ranks: Sequence[WeightHandle]) -> WeightHandle:
 
 
 def _check_cover(name: str, slots: list[Slot]) -> None:
-    """The boxes of a tensor must be all of it, each place once."""
+    """Raise WrongWeightsError unless the boxes of a tensor cover each element exactly once."""
     whole = slots[0].whole
     if any((slot.whole, slot.dtype) != (whole, slots[0].dtype) for slot in slots):
         raise WrongWeightsError(f"trainer ranks disagree on shape or dtype of {name!r}")

@@ -1,7 +1,7 @@
-"""What is known of shards before they are published: all that does not change with their values.
+"""Copy plans: everything about publishing shards that does not depend on their values.
 
-A trainer's shards are the same tensors in the same memory step after step, so this is done once:
-in a small model it would take longer than to copy its weights.
+A trainer's shards are the same tensors in the same memory at every step, so a plan is made once: in
+a small model, making it takes longer than copying the weights.
 """
 
 import math
@@ -15,32 +15,32 @@ from torchtitan_rl.weight_sync.copying import bytes_of
 from torchtitan_rl.weight_sync.handle import Shard, Slot
 
 _ALIGNMENT = 64
-_LOOK = 64
-"""Bytes of each piece that are compared first. Where weights were trained, these are enough."""
+_PREFIX = 64
+"""Bytes of each piece that are compared first: in trained weights they nearly always differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where shards go in a buffer. As long as their shapes stay, it is the same object."""
+    """Where shards go in a buffer; the same object as long as their shapes stay."""
 
     signature: list[tuple]
     slots: tuple[Slot, ...]
     owners: list[int]
-    """Of each piece of a shard, the number of its slot."""
+    """Per piece of a shard, the number of its slot."""
     nbytes: int
 
     def cut(self, data: torch.Tensor) -> list[torch.Tensor]:
-        """A buffer's place for each piece, in its shape and dtype."""
-        places = []
+        """Views into a buffer, one per piece, in the piece's shape and dtype."""
+        views = []
         for slot, (_, _, _, shapes, kind) in zip(self.slots, self.signature, strict=True):
             held = data[slot.offset : slot.offset + slot.nbytes].view(kind)
             pieces = held.split([math.prod(shape) for shape in shapes])
-            places += [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
-        return places
+            views += [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+        return views
 
 
-class Plan:
-    """Shards, and where their pieces go."""
+class CopyPlan:
+    """Shards, and where in a buffer their pieces go."""
 
     def __init__(
         self, shards: Sequence[Shard], dtype: torch.dtype | None, last: Layout | None
@@ -49,25 +49,25 @@ class Plan:
         self.rows = [row for shard in shards for row in shard.rows]
         kinds = [self.layout.slots[owner].dtype for owner in self.layout.owners]
         self.memory = [bytes_of(row, kind) for row, kind in zip(self.rows, kinds, strict=True)]
-        """Of each piece; None if it is to be converted, or is not in CPU memory."""
-        self._looks = [memoryview(b"") if m is None else m[:_LOOK].data for m in self.memory]
+        """Per piece, its bytes; None if it needs conversion or is not in CPU memory."""
+        self._prefixes = [memoryview(b"") if m is None else m[:_PREFIX].data for m in self.memory]
         self._shards, self._dtype = list(shards), dtype
 
     def is_of(self, shards: Sequence[Shard], dtype: torch.dtype | None) -> bool:
-        """Whether these are the very same shards, which stay where they are in memory."""
+        """Whether the plan was made for exactly these shard objects and this dtype."""
         return (
             dtype == self._dtype
             and len(shards) == len(self._shards)
             and all(map(operator.is_, shards, self._shards))
         )
 
-    def look(self) -> list[bytes]:
-        """The first bytes of each piece, as they are now. None of those without `memory`."""
-        return list(map(bytes, self._looks))
+    def prefixes(self) -> list[bytes]:
+        """The first bytes of each piece, as they are now; empty for pieces without `memory`."""
+        return list(map(bytes, self._prefixes))
 
 
 def _layout(shards: Sequence[Shard], dtype: torch.dtype | None, last: Layout | None) -> Layout:
-    """Where each shard goes; the last layout again, if it fits."""
+    """Where each shard goes in a buffer: the last layout, if it fits."""
     signature = [
         (s.name, s.whole, s.start, [t.shape for t in s.rows], dtype or s.rows[0].dtype)
         for s in shards

@@ -1,8 +1,8 @@
-"""Weight sync between hosts: memory registered with Monarch, read by whoever has the handle.
+"""Weight sync between hosts: memory registered with Monarch, read by actors that have the handle.
 
-Over ibverbs the network card reads it, GPU memory included; without such a card the same calls go
-over TCP. Only an actor can make or read such memory. A generator reads into shared memory of its
-own host, from where its engine's processes take it as they take any snapshot.
+Over ibverbs the network card reads the memory, GPU memory included; without such a card the same
+calls go over TCP. Only an actor can make or read such memory. A generator copies it into shared
+memory of its own host, which its engine's processes read like any `shm` snapshot.
 """
 
 import secrets
@@ -26,15 +26,17 @@ from torchtitan_rl.weight_sync.shm import WRITING, ShmBuffer
 
 _NOTHING = -1
 _BLOCK = 16 << 20
-"""Bytes registered in one piece: what can be left out if nothing in it has changed."""
+"""Bytes registered in one piece; a reader skips blocks in which nothing has changed."""
 _TCP_CHUNK_MB = 4
-"""Of one message over TCP. Monarch's default of 64 is three times slower on a loopback."""
+"""Size of one message over TCP. Monarch's default of 64 is three times slower on a loopback."""
 _READ_SECONDS, _ANSWER_SECONDS = 120, 5
-"""Longest to read a part, and to read its header: of a dead trainer Monarch says nothing."""
+"""Deadlines for reading a part, and its header: Monarch does not report that a trainer is dead."""
 
 
 @dataclass(frozen=True, slots=True)
 class RdmaLocation:
+    """The registered memory of one rank's snapshot."""
+
     token: int
     header: Any
     """Registered memory with the token, the number of the publication and its version."""
@@ -43,7 +45,7 @@ class RdmaLocation:
 
 
 class RdmaBuffer:
-    """Memory that other hosts can read."""
+    """Memory for one snapshot that other hosts can read."""
 
     def __init__(self, nbytes: int, device: str = "cpu") -> None:
         self.data = torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -53,25 +55,25 @@ class RdmaBuffer:
         self._location = RdmaLocation(int(self._header[0]), header, tuple(blocks), nbytes)
 
     def reopen(self) -> bool:
-        self._header[1] = WRITING  # who reads now looks at it again when done
+        self._header[1] = WRITING  # a reader checks the header again after reading
         return True
 
     def seal(self, number: int, version: int, _slots: Sequence[Slot]) -> RdmaLocation:
         if self.data.is_cuda:
-            torch.cuda.synchronize(self.data.device)  # before anyone is told that it is there
+            torch.cuda.synchronize(self.data.device)  # before the header says that it is there
         self._header[2] = version
         self._header[1] = number
         return self._location
 
     def close(self) -> None:
         self._header[1] = WRITING
-        # Not waited for: Monarch may be going down, and the memory goes with the process anyway.
+        # Not awaited: Monarch may be shutting down, and the memory goes with the process anyway.
         for block in (self._location.header, *self._location.blocks):
             block.drop()
 
 
 class Inbox:
-    """Brings snapshots here, from whatever host they are on. Lives in an actor.
+    """Copies snapshots from other hosts to this one. Must live in an actor.
 
     Example:
         inbox = Inbox()
@@ -84,17 +86,17 @@ class Inbox:
         self._held: dict[int, tuple[ShmBuffer, int]] = {}
 
     async def fetch(self, handle: WeightHandle) -> WeightHandle:
-        """The handle of a copy on this host; of snapshots that are within reach, the same one.
+        """A handle that can be opened on this host: of a copy, or the given one if none is needed.
 
-        What has not changed since the last snapshot is not read again. If it fails, the copy of the
-        last one is gone as well.
+        Blocks that have not changed since the last snapshot are not read again. If reading fails,
+        the copy of the last snapshot is gone as well.
         """
         if handle.transport != "rdma":
             return handle
         if get_rdma_backend() == "tcp":
             monarch.configure(rdma_max_chunk_size_mb=_TCP_CHUNK_MB)
         parts = await together(*(self._fetch(part, handle.version) for part in handle.parts))
-        # Those of a trainer that has been replaced.
+        # Copies from a trainer that has been replaced.
         for publisher in self._held.keys() - {part.publisher for part in parts}:
             self._held.pop(publisher)[0].close()
         return replace(handle, transport="shm", parts=tuple(parts))

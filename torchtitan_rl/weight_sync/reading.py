@@ -1,4 +1,4 @@
-"""Reading snapshots: everything is checked before the first tensor is handed out."""
+"""Reading snapshots: everything is checked before the first tensor is returned."""
 
 import contextlib
 import math
@@ -22,21 +22,21 @@ from torchtitan_rl.weight_sync.snapshot import checksum
 
 
 class PartReader(Protocol):
-    """What one trainer rank has published, open."""
+    """Open part of a snapshot: what one trainer rank has published."""
 
     def tensor_of(self, number: int) -> torch.Tensor:
-        """In shape and dtype of the slot of this number, good until the reader is closed."""
+        """The tensor of a slot, by the slot's number; valid until the reader is closed."""
         ...
 
     def close(self) -> None: ...
 
 
 Box = tuple[Slot, PartReader, int]
-"""Of a tensor: what it is, who has it, and which of his slots it is."""
+"""Part of a tensor: its slot, the reader that has it, and the slot's number there."""
 
 
 def open_snapshot(handle: WeightHandle) -> "OpenSnapshot":
-    """The snapshot behind a handle, which cannot change while it is open.
+    """Open the snapshot of a handle; it cannot change while it is open.
 
     Raises StaleHandleError if it has been overwritten, WeightSyncError if it cannot be reached.
     """
@@ -59,8 +59,10 @@ def open_snapshot(handle: WeightHandle) -> "OpenSnapshot":
 
 
 class OpenSnapshot(contextlib.AbstractContextManager["OpenSnapshot"]):
-    """Tensors of a snapshot: views where one rank has all of a tensor. They can be read until it is
-    closed, and never written to: in shared memory that ends the process. Clone what you change.
+    """Tensors of a snapshot, readable until it is closed.
+
+    A tensor that one rank has whole is a view. Never write to it: in shared memory that ends the
+    process. Clone what you change.
     """
 
     def __init__(self, handle: WeightHandle, readers: list[PartReader]) -> None:
@@ -74,8 +76,8 @@ class OpenSnapshot(contextlib.AbstractContextManager["OpenSnapshot"]):
         self.close()
 
     def tensors(self, names: set[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """All tensors, or those of these names, one at a time, in the order they were published;
-        those that several ranks have parts of come last."""
+        """All tensors, or the named ones, one at a time, in the order they were published; tensors
+        that are split over ranks come last."""
         cut: dict[str, list[Box]] = {}
         for part, reader in zip(self.handle.parts, self._readers, strict=True):
             for number, slot in enumerate(part.slots):

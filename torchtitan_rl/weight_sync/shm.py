@@ -1,8 +1,8 @@
 """Weight sync on one host: anonymous memory files, mapped by the readers.
 
-A `memfd` has no name in the file system, so nothing is left behind when its process dies, however
-it dies. Readers open it through /proc/<pid>/fd, and lock it while they read: the kernel lifts the
-lock when a reader dies, and the writer never overwrites what is locked.
+A `memfd` has no name in the file system, so nothing stays when its process ends, even by SIGKILL.
+Readers open it through /proc/<pid>/fd, and lock it while they read: the kernel lifts the lock when
+a reader dies, and the writer never overwrites what is locked.
 """
 
 import fcntl
@@ -25,14 +25,17 @@ _HEADER = struct.Struct("<qqq")
 _HEADER_BYTES = 4096
 WRITING = -1
 _CLOSED = -1
-"""In place of the token: the writer has given the buffer up."""
+"""Stands in place of the token when the writer has given up the buffer."""
 _MAPPINGS_KEPT = 128
-"""The first touch of a mapping's pages costs ten times a later one: those of all trainer ranks are
-kept, two each. They cost no memory but the writer's, and go when that has given them up."""
+"""Most mappings kept by a reader: the first touch of a page costs ten times a later one, so the two
+mappings of every trainer rank stay. They use only the writer's memory, and go when it gives it
+up."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShmLocation:
+    """The memory file of one rank's snapshot, as a descriptor of the writer's process."""
+
     pid: int
     fd: int
     size: int
@@ -65,7 +68,7 @@ class ShmBuffer:
         return self._location
 
     def close(self) -> None:
-        # Whoever reads it goes on, and lets go of it when done.
+        # Readers go on, and unmap it when they are done.
         _HEADER.pack_into(self._map, 0, _CLOSED, WRITING, 0)
         os.close(self._fd)
         # Not unmapped: someone may still have a view, and it goes with the last of them.
@@ -76,7 +79,7 @@ class ShmBuffer:
 
 
 class ShmReader:
-    """A part that stays as it is until it is closed."""
+    """Reader of a part; the part stays unchanged until the reader is closed."""
 
     def __init__(self, part: Part, version: int) -> None:
         self._mapping = _map(part.location)
@@ -84,15 +87,15 @@ class ShmReader:
         self._views = self._mapping.views(part.slots)
 
     def tensor_of(self, number: int) -> torch.Tensor:
-        """A view that is good until the reader is closed."""
-        return self._views[number].detach()  # who reshapes what it gets must not reshape ours
+        """A view of a slot's tensor, valid until the reader is closed."""
+        return self._views[number].detach()  # a caller that reshapes it must not reshape ours
 
     def close(self) -> None:
         self._mapping.unlock()
 
 
 class _Mapping:
-    """A memory file, as a reader sees it."""
+    """A memory file, mapped into a reader's process."""
 
     def __init__(self, location: ShmLocation) -> None:
         self._location = location
@@ -110,14 +113,14 @@ class _Mapping:
             raise StaleHandleError(f"the weights of process {location.pid} are gone")
         # Not to be written to: other processes read the same pages.
         self._map = mmap.mmap(self._fd, location.size, prot=mmap.PROT_READ)
-        with warnings.catch_warnings(action="ignore", category=UserWarning):  # of just that
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # about that
             self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self._slots: tuple[Slot, ...] = ()
         self._views: list[torch.Tensor] = []
         self._readers = 0
 
     def views(self, slots: tuple[Slot, ...]) -> list[torch.Tensor]:
-        """Where slots lie. Kept: the same ones come again with every other version."""
+        """Tensors of the slots. They are kept, since every other version has the same slots."""
         if slots != self._slots:
             data = self._bytes[_HEADER_BYTES:]
             self._slots, self._views = (
@@ -127,7 +130,7 @@ class _Mapping:
         return self._views
 
     def lock(self, number: int, version: int) -> None:
-        """From now on the writer leaves it alone."""
+        """Keep the writer from overwriting the publication `number`, or raise StaleHandleError."""
         try:
             fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -156,14 +159,14 @@ class _Mapping:
         return self._readers > 0
 
     @property
-    def is_of_use(self) -> bool:
-        """Whether somebody reads it, or the writer may still publish in it."""
+    def is_needed(self) -> bool:
+        """Whether the mapping is being read, or the writer may still publish in it."""
         token, *_ = _HEADER.unpack_from(self._map, 0)
         alive = os.path.exists(f"/proc/{self._location.pid}")
         return self.is_read or (alive and token == self._location.token)
 
     def close(self) -> None:
-        # Not the map: views of it may be around, and it goes with the last of them.
+        # The map is not closed: views of it may exist, and it goes with the last of them.
         os.close(self._fd)
 
     def _stale(self, version: int, now: str) -> StaleHandleError:
@@ -177,9 +180,9 @@ _mappings: "OrderedDict[ShmLocation, _Mapping]" = OrderedDict()
 
 
 def _map(location: ShmLocation) -> _Mapping:
-    """The mapping of a buffer; those that were used last are kept."""
+    """The mapping of a buffer; the most recently used mappings are kept."""
     if location not in _mappings:
-        for other in [at for at, mapping in _mappings.items() if not mapping.is_of_use]:
+        for other in [at for at, mapping in _mappings.items() if not mapping.is_needed]:
             _mappings.pop(other).close()
         unread = [at for at, mapping in _mappings.items() if not mapping.is_read]
         for oldest in unread[: max(0, len(_mappings) + 1 - _MAPPINGS_KEPT)]:

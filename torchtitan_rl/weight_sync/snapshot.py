@@ -1,8 +1,8 @@
 """Writing snapshots: two buffers in turn, so that the trainer goes on while generators read.
 
-Publishing version v+1 leaves v alone; v+2 reuses v's buffer, unless somebody still reads it: then
-the buffer is left to its readers and a new one takes its place. No reader ever waits for the
-writer, nor the writer for a reader.
+Publishing version v+1 does not touch v. Publishing v+2 reuses v's buffer, unless it is still being
+read: then its readers keep it and a new buffer takes its place. No reader ever waits for the
+writer, and the writer never waits for a reader.
 """
 
 import operator
@@ -18,24 +18,24 @@ import xxhash
 
 from torchtitan_rl.weight_sync.copying import Copy, bytes_of, copy, same
 from torchtitan_rl.weight_sync.handle import Part, Shard, Slot, Transport, WeightHandle
-from torchtitan_rl.weight_sync.plan import Layout, Plan
+from torchtitan_rl.weight_sync.plan import CopyPlan, Layout
 
 _FIRST_VALUES = 1024
-"""Of weights that are to be converted: so many are compared before all of them are."""
+"""How many values of a converted tensor are compared before all of them are."""
 
 
 class Buffer(Protocol):
-    """Memory for one snapshot, and how others get at it. Readers keep what is closed."""
+    """Memory for one snapshot that readers can open; closing it leaves open readers theirs."""
 
     data: torch.Tensor
     """[bytes] uint8."""
 
     def reopen(self) -> bool:
-        """From now on it holds no version. False: it is being read, and stays as it is."""
+        """Mark the buffer as holding no version. False: it is being read, and stays unchanged."""
         ...
 
     def seal(self, number: int, version: int, slots: Sequence[Slot]) -> Any:
-        """From now on it holds publication `number`, of this version; returns where."""
+        """Mark the buffer as holding publication `number` of `version`; returns its location."""
         ...
 
     def close(self) -> None: ...
@@ -43,21 +43,21 @@ class Buffer(Protocol):
 
 @dataclass(slots=True)
 class Snapshot:
-    """A buffer, cut into places for the pieces of every shard, and what it holds."""
+    """A buffer, cut into views for the pieces of every shard, and what it holds."""
 
     buffer: Buffer
     layout: Layout
-    places: list[torch.Tensor]
+    views: list[torch.Tensor]
     memory: list[np.ndarray | None]
-    """Of each place; None if it is not CPU memory."""
+    """Per view, its bytes; None if it is not CPU memory."""
     changed: list[int] = field(default_factory=list)
-    """As in `Part`; empty while what it holds is not whole."""
+    """`Part.changed` of what the buffer holds; empty while that is incomplete."""
     checksums: list[int] = field(default_factory=list)
-    looks: list[bytes] = field(default_factory=list)
-    """`Plan.look` of what it holds; empty if that was another plan's."""
+    prefixes: list[bytes] = field(default_factory=list)
+    """`CopyPlan.prefixes` of what the buffer holds; empty if another plan wrote it."""
 
     def close(self) -> None:
-        self.places.clear()
+        self.views.clear()
         self.memory.clear()
         self.buffer.close()
 
@@ -84,7 +84,7 @@ class Publisher:
     ) -> None:
         self.transport, self._make_buffer, self._checksums = transport, make_buffer, checksums
         self._id, self._number = secrets.randbits(62), 0
-        self._plan: Plan | None = None
+        self._plan: CopyPlan | None = None
         self._older: Snapshot | None = None
         self._newer: Snapshot | None = None
         self._threads, self._pool = threads, ThreadPoolExecutor(threads, "weights")
@@ -98,17 +98,20 @@ class Publisher:
         dtype: torch.dtype | None = None,
         copied: Callable[[], None] = lambda: None,
     ) -> WeightHandle:
-        """A snapshot of the shards, in `dtype` or their own. `copied` is called as soon as the live
-        weights may change again; the snapshot may take longer, if it is written to a file."""
+        """Write a snapshot of the shards, in `dtype` or their own.
+
+        `copied` is called as soon as the live weights may change again; a snapshot that is written
+        to a file takes longer than that.
+        """
         if version < 0:
             raise ValueError(f"policy versions start at 0, got {version}")
         try:
             plan = self._plan
             if plan is None or not plan.is_of(shards, dtype):
-                self._plan = plan = Plan(shards, dtype, plan.layout if plan else None)
+                self._plan = plan = CopyPlan(shards, dtype, plan.layout if plan else None)
                 if self._newer:
-                    self._newer.looks.clear()  # other pieces may have one now
-            target = self._turn(plan.layout)
+                    self._newer.prefixes.clear()  # other pieces may have a prefix now
+            target = self._next_snapshot(plan.layout)
             self._number += 1
             changed = self._copy(plan, target)
         finally:
@@ -124,50 +127,50 @@ class Publisher:
         return WeightHandle(version, self.transport, (part,))
 
     def _before(self, layout: Layout) -> Snapshot | None:
-        """What was last published, if it can be compared with what is laid out like this."""
+        """The last published snapshot, if it has the same layout and so can be compared."""
         return self._newer if self._newer and self._newer.layout is layout else None
 
-    def _copy(self, plan: Plan, target: Snapshot) -> list[int]:
-        """Bring a snapshot up to date. Returns with which publication each slot has changed."""
+    def _copy(self, plan: CopyPlan, target: Snapshot) -> list[int]:
+        """Bring a snapshot up to date. Returns, per slot, which publication last changed it."""
         held, target.changed = target.changed, []
-        target.looks = plan.look()
-        changed = self._changed(plan, target.looks)
-        # What the snapshot holds is left as it is where it has not changed since.
+        target.prefixes = plan.prefixes()
+        changed = self._changed(plan, target.prefixes)
+        # A slot that has not changed since the snapshot was written is not copied again.
         stale = list(map(operator.ne, held, changed)) if held else [True] * len(changed)
         copies: list[Copy] = []
-        # What is to be converted, or is not in CPU memory.
+        # Pieces that need conversion, or are not in CPU memory.
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
         pieces = zip(
-            plan.layout.owners, target.memory, plan.memory, target.places, plan.rows, strict=True
+            plan.layout.owners, target.memory, plan.memory, target.views, plan.rows, strict=True
         )
-        for owner, to, of, place, row in pieces:
+        for owner, to, of, view, row in pieces:
             if not stale[owner]:
                 continue
             if to is not None and of is not None:
                 copies.append((to, of))
             else:
-                targets.append(place)
+                targets.append(view)
                 sources.append(row)
         copy(copies, self._pool, self._threads)
         if targets:
             torch._foreach_copy_(targets, sources)
         return changed
 
-    def _changed(self, plan: Plan, looks: list[bytes]) -> list[int]:
-        """Of each slot, with which publication its bytes have changed: this one, if they are not
-        those that were published last. Where they differ, a look most often tells."""
+    def _changed(self, plan: CopyPlan, prefixes: list[bytes]) -> list[int]:
+        """Per slot, which publication last changed its bytes: the current one, if they differ from
+        the last snapshot. Prefixes are compared first, and nearly always decide."""
         before, owners = self._before(plan.layout), plan.layout.owners
         changed = [self._number] * len(plan.layout.slots)
         if before is None:
             return changed
-        known = before.looks or looks
-        if not any(map(operator.eq, looks, known)):
+        known = before.prefixes or prefixes
+        if not any(map(operator.eq, prefixes, known)):
             return changed
         differ: set[int] = set()
         for piece, owner in enumerate(owners):
             if owner not in differ and not (
-                looks[piece] == known[piece] and _same(before, plan, piece)
+                prefixes[piece] == known[piece] and _same(before, plan, piece)
             ):
                 differ.add(owner)
         return [
@@ -175,7 +178,7 @@ class Publisher:
         ]
 
     def _sums(self, target: Snapshot, changed: list[int]) -> list[int]:
-        """The checksum of each slot; of what has not changed it is known."""
+        """The checksum of each slot; computed only for slots that have changed."""
         before, data = self._before(target.layout), target.buffer.data
 
         def of(n: int) -> int:
@@ -187,7 +190,7 @@ class Publisher:
         return list(self._pool.map(of, range(len(changed))))
 
     def close(self) -> None:
-        """Free the buffers. Readers that still have them open keep what they have."""
+        """Free the buffers. Readers that have them open can go on reading."""
         for snapshot in (self._older, self._newer):
             if snapshot is not None:
                 snapshot.close()
@@ -195,7 +198,7 @@ class Publisher:
         self._pool.shutdown()
         self._at_close()
 
-    def _turn(self, layout: Layout) -> Snapshot:
+    def _next_snapshot(self, layout: Layout) -> Snapshot:
         """The snapshot to overwrite: the older of the two, or a new one."""
         older, self._older = self._older, None
         if older is not None:
@@ -204,28 +207,28 @@ class Publisher:
                 return older
             older.close()
         buffer = self._make_buffer(max(layout.nbytes, 1))
-        places = layout.cut(buffer.data)
-        self._older = Snapshot(buffer, layout, places, [bytes_of(p, p.dtype) for p in places])
+        views = layout.cut(buffer.data)
+        self._older = Snapshot(buffer, layout, views, [bytes_of(v, v.dtype) for v in views])
         return self._older
 
 
 def checksum(data: torch.Tensor) -> int:
-    """Of [bytes] uint8."""
+    """64-bit checksum of [bytes] uint8."""
     return xxhash.xxh3_64(data.cpu().numpy()).intdigest()  # type: ignore[arg-type]
 
 
-def _same(held: Snapshot, plan: Plan, piece: int) -> bool:
+def _same(held: Snapshot, plan: CopyPlan, piece: int) -> bool:
     """Whether a snapshot has the bytes of a piece of the live weights."""
     one, other = held.memory[piece], plan.memory[piece]
     if one is None or other is None:
-        return _same_values(held.places[piece], plan.rows[piece])
+        return _same_values(held.views[piece], plan.rows[piece])
     return same(one, other)
 
 
 def _same_values(held: torch.Tensor, live: torch.Tensor) -> bool:
-    """The same of weights that are to be converted, or are not in CPU memory."""
+    """Whether a snapshot's values equal live weights, once these are converted and moved to it."""
     held, live = held.reshape(-1), live.reshape(-1)
-    # Not all of it where a look is enough: converting it takes as long as copying it.
+    # The first values mostly decide; converting all of them takes as long as copying them.
     return all(
         _equal(held[first:last], live[first:last].to(held.device, held.dtype))
         for first, last in ((0, _FIRST_VALUES), (_FIRST_VALUES, len(held)))
@@ -235,4 +238,6 @@ def _same_values(held: torch.Tensor, live: torch.Tensor) -> bool:
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.is_cuda:
         return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-    return same(a.view(torch.uint8).numpy(), b.view(torch.uint8).numpy())  # it knows no NaN
+    return same(
+        a.view(torch.uint8).numpy(), b.view(torch.uint8).numpy()
+    )  # by bytes: NaN equals NaN

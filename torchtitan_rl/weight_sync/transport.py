@@ -1,4 +1,4 @@
-"""Which way weights go, and a publisher for it."""
+"""Choice of the transport for weights, and a publisher for it."""
 
 import os
 import secrets
@@ -58,7 +58,7 @@ class WeightSyncConfig:
 
 
 def choose_transport(config: WeightSyncConfig, hosts: set[str]) -> tuple[Transport, str]:
-    """The transport for actors on these hosts, and what to tell the user of it.
+    """The transport for actors on these hosts, and a line about it for the user.
 
     Example:
         >>> choose_transport(WeightSyncConfig(), {"a"})
@@ -96,8 +96,8 @@ def make_publisher(
     checksums: bool = True,
     threads: int = 1,
 ) -> Publisher:
-    """A rank's publisher. Files go to a new folder whose name begins with `folder`; `device` is
-    where the weights are."""
+    """Make a rank's publisher. Files go to a new folder whose name begins with `folder`; `device`
+    is where the weights are."""
     options: dict[str, Any] = {"checksums": checksums, "threads": threads}
     if transport == "shm":
         from torchtitan_rl.weight_sync.shm import ShmBuffer
@@ -106,7 +106,7 @@ def make_publisher(
     if transport == "file":
         from torchtitan_rl.weight_sync.file import FileBuffer, Janitor
 
-        own = Path(f"{folder}-{secrets.token_hex(4)}")  # other runs may be given the same folder
+        own = Path(f"{folder}-{secrets.token_hex(4)}")  # other runs may use the same folder
         make, janitor = partial(FileBuffer, folder=own), Janitor(own)
         return Publisher("file", make, at_close=janitor.close, **options)
     from torchtitan_rl.weight_sync.rdma import RdmaBuffer
