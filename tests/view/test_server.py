@@ -22,7 +22,7 @@ class Client:
 
     def __init__(self, folder: Path) -> None:
         self.viewer = Viewer([folder])
-        self.server = open_server("127.0.0.1", 0, self.viewer.answers)
+        self.server = open_server("127.0.0.1", 0, self.viewer.endpoints)
         self.address = urlsplit(self.server.url).netloc
         self.thread = threading.Thread(target=self.server.serve_forever, args=(0.01,))
         self.thread.start()

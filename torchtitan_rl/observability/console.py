@@ -1,4 +1,4 @@
-"""What a person sees: a progress bar, one line a step, a table at the end."""
+"""Console output of a run: a progress bar, one line per step, a table at the end."""
 
 import os
 import sys
@@ -16,14 +16,14 @@ from torchtitan_rl.observability.run_folder import RunFolder
 from torchtitan_rl.observability.sinks import read_metrics
 
 FAILED_PROMPTS = "rollouts/failed/evaluation"
-"""Held-out prompts that the numbers of an evaluation are not of."""
+"""Metric: held-out prompts that failed, so that an evaluation's numbers leave them out."""
 
 console = Console(highlight=False, soft_wrap=True)
 error_console = Console(highlight=False, soft_wrap=True, stderr=True)
 
 
 def busy(what: str) -> AbstractContextManager:
-    """While something takes seconds: a spinner in a terminal, else a line."""
+    """Shows that something takes seconds: a spinner in a terminal, else a line."""
     if console.is_terminal:
         return console.status(what)
     console.print(f"{what} ...", markup=False)
@@ -31,7 +31,7 @@ def busy(what: str) -> AbstractContextManager:
 
 
 class StepProgress:
-    """A bar over the steps of something that takes a while.
+    """Progress bar over the steps of a long computation.
 
     Example:
         with StepProgress("training", total=90) as progress:
@@ -62,13 +62,14 @@ class StepProgress:
         self._progress.stop()
 
     def advance(self, line: str | None = None) -> None:
+        """Count one step as done, and print a line above the bar."""
         if line is not None:
             console.print(line, markup=False)
         self._progress.advance(self._task)
 
 
 def step_line(step: int, values: Mapping[str, float]) -> str:
-    """One line a step: what was learned and where the seconds went.
+    """The console line of one step: what was learned and where the seconds went.
 
     Example:
         step   12  reward 0.713  accuracy  62 %  5211 tok/s  generate 0.9 s  grade 0.0 s ...
@@ -98,13 +99,13 @@ def step_line(step: int, values: Mapping[str, float]) -> str:
 
 
 def _prompts(values: Mapping[str, float]) -> str:
-    """How many held-out prompts an evaluation is of.
+    """How many held-out prompts an evaluation covers.
 
     Example:
         >>> _prompts({"eval/prompts": 10, "rollouts/failed/evaluation": 2})
         '10 of 12'
     """
-    if (graded := values.get("eval/prompts")) is None:  # of a run from before it was counted
+    if (graded := values.get("eval/prompts")) is None:  # older runs did not count them
         return "?"
     return f"{graded:.0f} of {graded + values.get(FAILED_PROMPTS, 0):.0f}"
 
@@ -121,7 +122,7 @@ def failed_calls(values: Mapping[str, float]) -> float:
 
 
 def print_summary(folder: RunFolder) -> None:
-    """A table of the evaluations before → after, then the paths of what was written."""
+    """Print a table of the first and the last evaluation, then the paths of the run's files."""
     evaluations = [
         {k: value for k, value in row.items() if k.startswith("eval/") or k == FAILED_PROMPTS}
         for row in read_metrics(folder.metrics_file)

@@ -1,4 +1,4 @@
-"""Objects to lines of JSON and back, whatever they hold; files that are there whole or not at all.
+"""Files of JSON lines from objects of any kind, and back; a file is complete or absent.
 
 A number that is not finite becomes null, which every reader of JSON understands.
 """
@@ -17,21 +17,21 @@ DEEPEST = 60
 
 
 def encode(value: Any) -> bytes:
-    """JSON of anything, without a line break: what JSON cannot say is shown as Python does.
+    """JSON of any value, without a line break; a value that JSON does not know, as its repr.
 
     Example:
         >>> encode({"loss": float("nan"), "seen": {1}, (1, 2): "tuple"})
         b'{"loss":null,"seen":[1],"(1, 2)":"tuple"}'
     """
     try:
-        # An order of magnitude faster than json, which counts where every token is written.
+        # An order of magnitude faster than json, which matters where every token is written.
         return msgspec.json.encode(value, enc_hook=_shown)
     except (TypeError, ValueError, OverflowError, RecursionError):
         return json.dumps(_plain(value), allow_nan=False).encode()
 
 
 def write_lines(path: Path, values: Iterable[Any]) -> None:
-    """A file of one object a line, in place of one that may be there."""
+    """Write a file with one object per line, in place of an existing one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
     with temporary.open("wb") as file:
@@ -40,7 +40,7 @@ def write_lines(path: Path, values: Iterable[Any]) -> None:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects of a file, each with the number of its line; a broken one is an error."""
+    """The objects of a file, each with the number of its line; a broken line is an error."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
@@ -53,12 +53,12 @@ def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _shown(value: Any) -> Any:
-    """Of a type that JSON does not know."""
+    """Substitute for a value of a type that JSON does not know."""
     return value.tolist() if hasattr(value, "tolist") else _text(value)
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
-    """The same in dicts, lists, strings and finite numbers."""
+    """A value rebuilt from dicts, lists, strings and finite numbers."""
     if depth > DEEPEST:
         return "..."
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""outputs/<run>/: what a run writes, and how it is taken up again."""
+"""The folder of a run, outputs/<run>/: its files, and the checks when a run is resumed."""
 
 import json
 import os
@@ -28,7 +28,7 @@ class RunFolderError(ValueError):
 
 
 class RunFolder:
-    """Paths of one run.
+    """Paths of one run's files.
 
     Example:
         outputs/<run>/config.json  tokenizer.json  metrics.jsonl  tensorboard/  rollouts/  tokens/
@@ -64,7 +64,8 @@ class RunFolder:
         return os.path.relpath(self.path)
 
     def changes(self, config: dict[str, Any]) -> list[str]:
-        """What differs from the run this one resumes; what may not differ is an error."""
+        """Settings that differ from the run that is resumed; one that may not differ is an
+        error."""
         if not self.config_file.exists():
             return []
         before = _flat(json.loads(self.config_file.read_text()))
@@ -74,7 +75,7 @@ class RunFolder:
             for key in sorted(before.keys() | after.keys())
             if before.get(key) != after.get(key) and key != "resume"
         ]
-        # A setting that is new in the code is none that the user changed.
+        # The user did not change a setting that is new in the code.
         known = [change for change in changes if change.partition(":")[0] in before]
         if fixed := [change for change in known if change.startswith(FIXED)]:
             raise RunFolderError(
@@ -84,9 +85,11 @@ class RunFolder:
         return changes
 
     def create(self, config: dict[str, Any], *, model: Path | None = None) -> list[str]:
-        """Make the folder and write the config; returns what changed since the run it resumes.
+        """Make the folder and write the config; returns the settings that a resumed run has
+        changed.
 
-        With the `model` it starts from, also its tokenizer, so that token ids can be read.
+        With the `model` that the run starts from, its tokenizer is copied too, so that the page can
+        decode token ids.
         """
         changes = self.changes(config)
         self.logs.mkdir(parents=True, exist_ok=True)
@@ -98,12 +101,15 @@ class RunFolder:
         return changes
 
     def latest_checkpoint(self) -> int | None:
+        """Step of the newest complete checkpoint."""
         found = find_checkpoints(self.checkpoints)
         return found[-1] if found else None
 
     def forget_steps_from(self, step: int) -> None:
-        """Remove rollouts and tokens of steps that are going to be done again: not all of them may
-        be, and what is left would be of a run that never was."""
+        """Remove rollouts and tokens of steps that a resumed run repeats.
+
+        It may end before it has repeated all of them, and files of the earlier attempt would stay.
+        """
         for folder in (self.rollouts, self.tokens):
             for file in folder.glob("step-*.jsonl"):
                 number = file.name.removeprefix("step-")[:6]
@@ -118,6 +124,7 @@ class RunFolder:
                     file.write(json.dumps({"step": step, **asdict(failure)}) + "\n")
 
     def log_file(self, who: str) -> str:
+        """Path of an actor's log."""
         return str(self.logs / f"{who}.log")
 
 
@@ -133,7 +140,7 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def find_checkpoints(folder: str | Path) -> list[int]:
-    """Steps with a whole checkpoint, in order. A half-written one has no `.metadata` yet."""
+    """Steps with a complete checkpoint, in order; an incomplete one has no `.metadata` yet."""
     return sorted(
         int(path.parent.name.removeprefix("step-"))
         for path in Path(folder).glob("step-*/.metadata")

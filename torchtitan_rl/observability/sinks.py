@@ -1,4 +1,4 @@
-"""Where metrics go: metrics.jsonl, TensorBoard and, if asked for, W&B, under the same keys."""
+"""Metric sinks: metrics.jsonl, TensorBoard and, if configured, W&B, all with the same keys."""
 
 import importlib
 import json
@@ -17,13 +17,15 @@ if TYPE_CHECKING:
 
 
 class Sink(Protocol):
+    """Destination of a step's metrics."""
+
     def write(self, step: int, values: dict[str, float]) -> None: ...
 
     def close(self) -> None: ...
 
 
 class MetricsLog:
-    """All sinks of a run as one. A resumed run first drops the steps it is going to repeat.
+    """All sinks of a run. A resumed run first removes the steps that it repeats.
 
     Example:
         log = MetricsLog(JsonLines(folder / "metrics.jsonl", first_step=0))
@@ -34,6 +36,7 @@ class MetricsLog:
         self._sinks = sinks
 
     def write(self, step: int, values: dict[str, float]) -> None:
+        """Write the metrics of one step to every sink."""
         for sink in self._sinks:
             sink.write(step, values)
 
@@ -43,7 +46,7 @@ class MetricsLog:
 
 
 def open_metrics_log(folder: "RunFolder", config: "RunConfig", *, first_step: int) -> MetricsLog:
-    """The sinks that the config asks for."""
+    """The sinks that the config names."""
     sinks: list[Sink] = [
         JsonLines(folder.metrics_file, first_step=first_step),
         TensorBoard(folder.tensorboard, first_step=first_step),
@@ -54,7 +57,7 @@ def open_metrics_log(folder: "RunFolder", config: "RunConfig", *, first_step: in
 
 
 class JsonLines:
-    """One object a step, a line at a time: a killed run leaves whole ones."""
+    """Sink that writes one JSON object per step; a killed run leaves complete lines."""
 
     def __init__(self, file: Path, *, first_step: int) -> None:
         if file.exists():
@@ -69,12 +72,14 @@ class JsonLines:
 
 
 class TensorBoard:
+    """Sink that writes TensorBoard event files."""
+
     def __init__(self, folder: Path, *, first_step: int) -> None:
         self._writer = SummaryWriter(str(folder), purge_step=first_step)
         self._events: Any = self._writer.file_writer
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        # One event for all: `add_scalar` makes one of each, and waits where there are many.
+        # One event for all: `add_scalar` makes one per metric, and blocks when there are many.
         scalars = [Summary.Value(tag=name, simple_value=float(v)) for name, v in values.items()]
         self._events.add_summary(Summary(value=scalars), step)
 
@@ -83,12 +88,14 @@ class TensorBoard:
 
 
 class WandB:
-    """Weights & Biases, which is no dependency: imported only when a project is named. A resumed
-    run goes on there with the first step that is new to it."""
+    """Sink that logs to Weights & Biases, which is imported only when a project is configured.
+
+    A resumed run continues there with the first step that is new to it.
+    """
 
     def __init__(self, project: str, folder: Path, config: dict[str, Any]) -> None:
         wandb: Any = importlib.import_module("wandb")
-        kept = folder / "wandb_id"  # the name alone may have been another run's
+        kept = folder / "wandb_id"  # another run may have had the same name
         if not kept.exists():
             kept.write_text(uuid.uuid4().hex[:16])
         self._run = wandb.init(

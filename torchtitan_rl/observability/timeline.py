@@ -1,4 +1,4 @@
-"""What was waited for, and when: spans on one time axis, so that a stall is seen at a glance."""
+"""Timeline of a run: what each actor did when, as spans on one time axis."""
 
 import json
 import os
@@ -10,19 +10,18 @@ from pathlib import Path
 from typing import Any, TextIO
 
 MOST_BYTES = 64 << 20
-"""A larger file becomes `timeline.old.json`, in the place of the one before it."""
-
+"""A larger file is renamed to `timeline.old.json`, which replaces an earlier one."""
 
 END, NO_END = "\n]\n", " ,\n"
-"""The end of the list, and what takes its place, byte for byte, when a run goes on."""
+"""The end of the list, and the bytes that replace it when a run continues."""
 
 
 class Timeline:
-    """Chrome trace events, a line each: the page shows them, and so does any viewer of traces.
+    """Writer of Chrome trace events, one per line, for the page and any viewer of traces.
 
-    A run that ends in order leaves valid JSON. One that is killed leaves a list without its end,
-    which viewers take as it is. Spans of a lane
-    that overlap, such as groups on a generator, get rows of their own.
+    A run that ends normally leaves valid JSON. A killed run leaves a list without its end, which
+    viewers accept. Spans of a lane that overlap, such as groups on a generator, get rows of their
+    own.
 
     Example:
         timeline = Timeline(Path("outputs/run/timeline.json"))
@@ -33,51 +32,50 @@ class Timeline:
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
         self._file: TextIO | None = None
-        self._rows: dict[tuple[str, int], int] = {}
+        self._threads: dict[tuple[str, int], int] = {}
         self._taken: defaultdict[str, set[int]] = defaultdict(set)
 
     @contextmanager
     def span(self, lane: str, name: str, **details: Any) -> Iterator[None]:
-        """Note how long the block takes, also if it fails."""
+        """Record how long the block takes, also if it fails."""
         if self._path is None:
             yield
             return
         taken = self._taken[lane]
-        place = next(i for i in range(len(taken) + 1) if i not in taken)
-        taken.add(place)
-        # The clock of the wall: a run that is resumed goes on on the same axis.
+        row = next(i for i in range(len(taken) + 1) if i not in taken)
+        taken.add(row)
+        # Wall-clock time: a resumed run continues on the same axis.
         started, since = time.time(), time.perf_counter()
         try:
             yield
         finally:
-            taken.discard(place)
+            taken.discard(row)
             self._write(
                 name=name,
                 ph="X",
-                tid=self._row(lane, place),
+                tid=self._thread_id(lane, row),
                 ts=round(started * 1e6),
                 dur=round((time.perf_counter() - since) * 1e6),
                 args=details,
             )
 
     def close(self) -> None:
-        """End the list and close the file; the next span opens both again."""
+        """End the list and close the file; the next span reopens both."""
         if self._file is not None:
-            # An event without a comma behind it. What is there stays as it is: the page may be
-            # reading along.
+            # The last event has no comma after it. Earlier bytes stay: the page may be reading.
             name = {"name": "process_name", "ph": "M", "args": {"name": "torchtitan_rl"}}
             self._file.write(json.dumps({**name, "pid": os.getpid()}) + END)
             self._file.close()
             self._file = None
-        self._rows.clear()
+        self._threads.clear()
 
-    def _row(self, lane: str, place: int) -> int:
+    def _thread_id(self, lane: str, row: int) -> int:
         self._rotate()
-        if (row := self._rows.get((lane, place))) is None:
-            row = self._rows[lane, place] = len(self._rows)
-            name = f"{lane} ({place + 1})" if place else lane
-            self._write(name="thread_name", ph="M", tid=row, args={"name": name})
-        return row
+        if (thread := self._threads.get((lane, row))) is None:
+            thread = self._threads[lane, row] = len(self._threads)
+            name = f"{lane} ({row + 1})" if row else lane
+            self._write(name="thread_name", ph="M", tid=thread, args={"name": name})
+        return thread
 
     def _rotate(self) -> None:
         if self._file is not None and self._file.tell() > MOST_BYTES:
@@ -96,7 +94,7 @@ class Timeline:
 
 
 def _open_again(path: Path) -> None:
-    """Take the end off a list that has one."""
+    """Remove the end of a list that has one."""
     if not path.exists() or path.stat().st_size < len(END):
         return
     with path.open("r+b") as file:

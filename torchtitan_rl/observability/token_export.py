@@ -1,4 +1,4 @@
-"""What the trainer computed for every token, a file a step and rank: outputs/<run>/tokens/."""
+"""Token export: what the trainer computed for every token, in outputs/<run>/tokens/."""
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,25 +15,24 @@ from torchtitan_rl.batching.microbatch import Microbatch
 from torchtitan_rl.observability.json_lines import write_lines
 
 SCHEMA = 1
-"""Of the records; goes up when a reader of older ones would misunderstand them."""
+"""Version of the records; increases when a reader of older records would misread new ones."""
 
 HOLD_SECONDS = 0.2
-"""How long a file waits before it is written. The step's answer and its weights are waited for, and
-of a process's threads only one runs Python at a time: they go first."""
-
+"""How long writing is delayed: only one thread of a process runs Python at a time, and the step's
+result and weights, which others wait for, go first."""
 
 Columns = dict[str, np.ndarray]
 """Name to [tokens] of a row."""
 
 
 class TokenExport:
-    """Collects a step's microbatches and writes them on a thread, while the trainer goes on.
+    """Collects a step's microbatches and writes them on a thread, while the trainer continues.
 
-    The thread computes nothing with torch. An operation there may start OpenMP threads of its own;
-    and with more of them in a process than cores, none waits awake (`GOMP_SPINCOUNT`) for the
-    trainer's next operation: a short one on two threads takes 0.1 ms instead of 0.014.
+    The thread computes nothing with torch: an operation there may start OpenMP threads, and with
+    more of them than cores none waits awake (`GOMP_SPINCOUNT`) for the trainer's next operation. A
+    short operation on two threads then takes 0.1 ms instead of 0.014.
 
-    A file is there whole or not at all, and a step that is done again replaces it.
+    There is one file per step and rank, complete or absent; a repeated step replaces its file.
 
     Example:
         export = TokenExport(Path("outputs/run/tokens"), rank=0)
@@ -48,10 +47,10 @@ class TokenExport:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="token-export")
         self._writing: Future | None = None
         self._hurry = Event()
-        """Somebody waits for the file."""
+        """Set when a caller waits for the file."""
 
     def clear(self) -> None:
-        """Forget what was computed and is not written: a step that failed, or a trial."""
+        """Discard rows that are not written yet: of a failed step, or a trial."""
         self._rows = []
 
     def add(
@@ -61,13 +60,13 @@ class TokenExport:
         entropies: torch.Tensor,
         output: LossOutput,
     ) -> None:
-        """Keep what was computed of a microbatch; padding is left out. Call it on the thread that
-        trains."""
+        """Keep what was computed for a microbatch; padding is left out. Call this on the thread
+        that trains."""
         if cell.real:
             self._rows.append((cell, token_columns(cell, logprobs, entropies, output)))
 
     def write(self, step: int) -> None:
-        """Write what was added since the last step; an error of the file before is raised here."""
+        """Start writing the rows added since the last step; an error of the last file is raised."""
         self.flush()
         path = self._folder / f"step-{step:06d}-rank-{self._rank}.jsonl"
         rows, self._rows = self._rows, []
@@ -88,10 +87,10 @@ class TokenExport:
 
 
 def token_records(cell: Microbatch, known: Columns) -> Iterator[dict[str, Any]]:
-    """A record for each sequence of a microbatch, of its `token_columns`: lists with a value for
-    every token of its prompt and its completion, null where a token has none.
+    """A record for each sequence of a microbatch, cut from its `token_columns`.
 
-    A prompt that several sequences share is repeated in each.
+    A column is a list with a value for every token of prompt and completion, null where a token has
+    none. A prompt that several sequences share is repeated in each.
 
     Example:
         {"name": "sums/train/7/3/0", "ids": [5, 9], "positions": [0, 1], "rl": [0, 1], ...}
@@ -116,8 +115,8 @@ def token_records(cell: Microbatch, known: Columns) -> Iterator[dict[str, Any]]:
 def token_columns(
     cell: Microbatch, logprobs: torch.Tensor, entropies: torch.Tensor, output: LossOutput
 ) -> Columns:
-    """What is known of each token of the row, NaN where it is not. `logprobs` and `entropies` are
-    of those that train."""
+    """Columns with a value for each token of the row, NaN where there is none. `logprobs` and
+    `entropies` cover the tokens that train."""
     streams = cell.streams
     rl, echo = streams["loss_mask"], cell.echoes
     trained = rl | echo

@@ -1,5 +1,5 @@
-"""The page: `python -m torchtitan_rl.view outputs/<run>` shows a run, also while it goes on.
+"""The page that shows runs, also while they go on: `python -m torchtitan_rl.view outputs/<run>`.
 
-It only reads what a run has written, and imports nothing of torch or vLLM: it starts at once, and
-works on a machine that has only the files. Everything in a rollout is untrusted text.
+The viewer only reads what a run has written, and imports no torch and no vLLM: it starts at once,
+and works on a machine that has only the files. Everything in a rollout is untrusted text.
 """

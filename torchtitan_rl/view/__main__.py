@@ -14,6 +14,7 @@ DEFAULT_PORT = 8765
 
 
 def parser() -> argparse.ArgumentParser:
+    """The command line of the viewer."""
     made = argparse.ArgumentParser(
         prog="python -m torchtitan_rl.view",
         description="Shows runs on a local page: curves, rollouts, tokens, the timeline. "
@@ -43,6 +44,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve the page until Ctrl-C; returns the exit code."""
     options = parser().parse_args(arguments)
     try:
         viewer = Viewer(options.folders)
@@ -50,14 +52,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     try:
-        server = open_server(options.host, options.port, viewer.answers)
+        server = open_server(options.host, options.port, viewer.endpoints)
     except (OSError, OverflowError) as error:
         viewer.close()
         print(f"error: cannot listen on {options.host}:{options.port}: {error}", file=sys.stderr)
         return 2
-    # The index is made by a thread of this process: an answer must not wait 5 ms for it each time.
+    # A thread of this process makes the index: a response must not wait 5 ms for it each time.
     sys.setswitchinterval(0.0005)
-    # Ended by `kill`, too, it removes its temporary index.
+    # `kill` must remove the temporary index as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     viewer.start()
     print(f"{server.url}  (Ctrl-C ends it)", flush=True)

@@ -1,4 +1,4 @@
-"""The few columns of a rollout that are kept in the index, whatever its file says."""
+"""Columns of a rollout that the index keeps, read from records that may be broken."""
 
 import json
 import math
@@ -65,7 +65,7 @@ def number(value: Any) -> float | None:
 
 
 def text(value: Any) -> str:
-    """As text that can be encoded; what is no text as JSON.
+    """Text of a value that can be encoded as UTF-8; a value that is no text, as JSON.
 
     Example:
         >>> text({"a": 1}), text(None), text("\\ud800")

@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Decoder:
-    """Of a run's tokenizer; without one, tokens show as their numbers.
+    """Decodes single tokens with a run's tokenizer; without one, a token shows as its number.
 
     Example:
         Decoder(Path("outputs/run")).pieces([791, 3363])  # ["The", " city"]
@@ -23,7 +23,7 @@ class Decoder:
         if path is None:
             self.problem = "this run has no tokenizer.json: tokens are shown as numbers"
             return
-        from tokenizers import Tokenizer  # here: the page shows before it is needed
+        from tokenizers import Tokenizer  # imported late: the page shows before it is needed
 
         try:
             self._tokenizer = Tokenizer.from_file(str(path))
@@ -34,6 +34,7 @@ class Decoder:
         self._special = set(self._tokenizer.get_added_tokens_decoder())
 
     def pieces(self, ids: Sequence[Any]) -> list[str]:
+        """The text of each token."""
         for i in set(ids) - self._cache.keys():
             self._cache[i] = self._piece(i)
         return [self._cache[i] for i in ids]
@@ -51,7 +52,7 @@ class Decoder:
 
 
 def _decoder_types(tokenizer: Any) -> set[str]:
-    """Of a decoder, or of those that are applied one after the other."""
+    """Types of a tokenizer's decoder, or of the decoders that it applies in sequence."""
     if tokenizer.decoder is None:
         return set()
     state = json.loads(tokenizer.decoder.__getstate__())
@@ -60,15 +61,15 @@ def _decoder_types(tokenizer: Any) -> set[str]:
 
 @cache
 def _bytes_of_characters() -> dict[str, int]:
-    """GPT-2's characters for the 256 bytes: printable ones stand for themselves, the others for
-    those from 256 on."""
+    """GPT-2's characters for the 256 bytes: printable bytes stand for themselves, the others are
+    characters from 256 on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(others)}
 
 
 def byte_level_text(token: str) -> str:
-    """What a byte-level token says; bytes that are no UTF-8 by themselves as \\x...
+    """Text of a byte-level token; bytes that are no UTF-8 by themselves as \\x...
 
     Example:
         >>> byte_level_text("Ġhi"), byte_level_text("ðŁ")
@@ -81,7 +82,7 @@ def byte_level_text(token: str) -> str:
 
 
 def sentencepiece_text(token: str) -> str:
-    """What a token of another kind says: `▁` is a space, and `<0xE2>` a byte.
+    """Text of a SentencePiece token: `▁` is a space, and `<0xE2>` a byte.
 
     Example:
         >>> sentencepiece_text("▁hi"), sentencepiece_text("<0x0A>"), sentencepiece_text("<0xE2>")

@@ -1,7 +1,7 @@
-"""Where in a run's files each rollout is, with the few columns that a table sorts and filters by.
+"""Index of the rollouts in a run's files, with the columns that the table sorts and filters by.
 
-The index is SQLite in a temporary file, made on a thread of its own, a file of the run at a time,
-the newest step first. Rollouts themselves stay where they are and are read by their offset.
+The index is an SQLite database in a temporary file. A thread makes it, one file of the run at a
+time, the newest step first. Rollouts stay in their files and are read by their offset.
 """
 
 import contextlib
@@ -43,21 +43,21 @@ _TABLES = {"rollouts": "rollouts", "tokens": "exports"}
 
 @dataclass
 class Progress:
-    """How far the index of a run is."""
+    """State of the index of one run."""
 
     files: int = 0
     pending: int = 0
     version: int = 0
-    """Counts changes, so that the page knows when to ask again."""
+    """Counts changes, so that the page knows when to request the table again."""
     scanned: bool = False
     cursor: str = ""
     """Where the reading of the timeline stopped."""
     facets: dict[str, set[str]] = field(default_factory=lambda: {name: set() for name in FACETS})
-    """The values that a filter can choose from."""
+    """Values that a filter can choose from, by column."""
 
 
 class Index:
-    """Of the runs that were asked for; the others cost nothing.
+    """Index of the runs that the page has requested; other runs cost nothing.
 
     Example:
         index = Index({"run": Path("outputs/run")})
@@ -79,10 +79,10 @@ class Index:
 
     @contextlib.contextmanager
     def connect(self) -> Iterator[sqlite3.Connection]:
-        """A connection for the calling thread; committed at the end."""
+        """A database connection for the calling thread; committed when the block ends."""
         connection = sqlite3.connect(self._path, timeout=30)
         try:
-            # What is lost in a crash is made again by the next start.
+            # An index that a crash has damaged is made again at the next start.
             connection.execute("PRAGMA synchronous=OFF")
             connection.row_factory = sqlite3.Row
             with connection:
@@ -91,16 +91,18 @@ class Index:
             connection.close()
 
     def start(self) -> None:
+        """Start the thread that makes the index."""
         self._thread.start()
 
     def add(self, run: str) -> Progress:
-        """Index a run from now on, and follow what it writes."""
+        """Index a run from now on, and follow the files that it writes."""
         if run not in self.progress:
             self.progress[run] = Progress()
             self._wake.set()
         return self.progress[run]
 
     def close(self) -> None:
+        """End the thread and remove the index."""
         self._closed.set()
         self._wake.set()
         if self._thread.is_alive():
@@ -108,7 +110,7 @@ class Index:
         self._folder.cleanup()
 
     def broken(self, run: str) -> dict[str, int]:
-        """Lines that could not be read, by kind of file."""
+        """How many lines could not be read, by kind of file."""
         with self.connect() as connection:
             rows = connection.execute(
                 "SELECT kind, SUM(broken) FROM files WHERE run = ? GROUP BY kind", (run,)
@@ -116,6 +118,7 @@ class Index:
             return dict(rows.fetchall())
 
     def count(self, run: str) -> int:
+        """How many rollouts of a run are indexed."""
         with self.connect() as connection:
             query = "SELECT COUNT(*) FROM rollouts WHERE run = ?"
             return connection.execute(query, (run,)).fetchone()[0]
@@ -127,7 +130,7 @@ class Index:
             for run in list(self.progress):
                 try:
                     self.update(run)
-                except Exception as error:  # a disk that is full, a folder that is gone
+                except Exception as error:  # such as a full disk or a removed folder
                     errors.append(f"{run}: {type(error).__name__}: {error}")
             self.error = "; ".join(errors)
             self._wake.wait(self._poll_seconds)
@@ -157,7 +160,7 @@ class Index:
     def _stale(
         self, connection: sqlite3.Connection, run: str, progress: Progress
     ) -> list[tuple[str, str, str]]:
-        """Files that are new or changed, the newest step first; forgets those that are gone."""
+        """Files that are new or changed, the newest step first; removed files leave the index."""
         known = {
             (row["kind"], row["name"]): row["signature"]
             for row in connection.execute("SELECT * FROM files WHERE run = ?", (run,))
@@ -184,7 +187,7 @@ class Index:
     def _read(
         self, connection: sqlite3.Connection, run: str, kind: str, name: str, signature: str
     ) -> None:
-        """Index a file anew: a resumed run has replaced it, or it is new."""
+        """Index a file that is new, or that a resumed run has replaced."""
         self._forget(connection, run, kind, name)
         file = connection.execute(
             "INSERT INTO files (run, kind, name, signature) VALUES (?, ?, ?, ?)",

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 _DECODER = json.JSONDecoder(parse_constant=lambda _: None)  # made once: there are many lines
-CHECKED_BYTES = 256  # before a cursor: enough to notice that a file was written anew
+CHECKED_BYTES = 256  # before a cursor: enough to notice that a file was replaced
 
 
 def parse(line: bytes) -> dict[str, Any] | None:
-    """The object of a line, or None if it is none. NaN and Infinity become None, as JSON has none.
+    """The object of a line, or None if the line is no JSON object. NaN and Infinity become None.
 
     Example:
         >>> parse(b'{"reward": NaN}'), parse(b'{"reward": 1'), parse(b"[1]")
@@ -21,13 +21,14 @@ def parse(line: bytes) -> dict[str, Any] | None:
     """
     try:
         value = _DECODER.decode(line.decode())
-    except (ValueError, RecursionError):  # of bad UTF-8 and of brackets nested too deep, too
+    except (ValueError, RecursionError):  # also bad UTF-8, or brackets nested too deep
         return None
     return value if isinstance(value, dict) else None
 
 
 def objects(path: Path) -> Iterator[tuple[int, int, dict[str, Any] | None]]:
-    """Offset, length and object of every line that is not empty; None for what is broken."""
+    """Offset, length and object of every line that is not empty; the object of a broken line is
+    None."""
     offset = 0
     with path.open("rb") as file:
         for line in file:
@@ -37,7 +38,7 @@ def objects(path: Path) -> Iterator[tuple[int, int, dict[str, Any] | None]]:
 
 
 def line_at(path: Path, offset: int, length: int) -> bytes:
-    """The line at an offset; nothing if it is gone."""
+    """The line at an offset; empty if the file cannot be read."""
     try:
         with path.open("rb", buffering=0) as file:
             file.seek(offset)
@@ -48,21 +49,21 @@ def line_at(path: Path, offset: int, length: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """What a file has from a cursor on."""
+    """Lines of a file from a cursor on."""
 
     lines: list[bytes]
     cursor: str
     reset: bool
-    """Whether `lines` are from the start again, because the file was written anew."""
+    """Whether `lines` are from the start again, because the file was replaced."""
     pending: bool
-    """Whether a last line without an end was left out: half written, or cut off."""
+    """Whether an unfinished last line was left out."""
 
 
 def tail(path: Path, cursor: str = "", max_bytes: int = 8 << 20) -> Tail:
-    """The whole lines after `cursor`, at most `max_bytes` of them; an empty one is the start.
+    """Complete lines after `cursor`, at most `max_bytes` of them; an empty cursor is the start.
 
-    A cursor is an offset and a checksum of what is before it, so that a file that was replaced, as
-    by a resumed run, is read from its start again.
+    A cursor is an offset and a checksum of the bytes before it. A file that was replaced, as by a
+    resumed run, is read from its start again.
     """
     try:
         with path.open("rb") as file:

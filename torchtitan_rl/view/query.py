@@ -10,7 +10,7 @@ from torchtitan_rl.view.columns import COLUMNS, text
 from torchtitan_rl.view.lines import parse
 
 MAX_ROWS = 200
-SEARCH_SECONDS = 1.0  # a search answers after so long, and says how far it came
+SEARCH_SECONDS = 1.0  # after so long a search returns what it has found, and how far it came
 
 WITH_FILE = "SELECT rollouts.*, (SELECT name FROM files WHERE id = file) AS file_name FROM rollouts"
 
@@ -19,12 +19,12 @@ _RANGES = {"step": "INTEGER", "reward": "REAL"}
 
 
 class BadRequest(ValueError):
-    """What the page asked for makes no sense; the message is shown to its user."""
+    """A request of the page is invalid; the message is shown to the user."""
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """Which rollouts of a run, in which order, from which on.
+    """Selection of a run's rollouts: filters, order, and which page of them.
 
     Example:
         >>> Query.of({"run": "a", "task": "spelling", "reward_min": "0.5"}).where()
@@ -44,7 +44,7 @@ class Query:
 
     @classmethod
     def of(cls, values: Mapping[str, str]) -> "Query":
-        """From the parameters of a request; those that are empty do not count."""
+        """A query from the parameters of a request; empty parameters are ignored."""
         given = {name: value for name, value in values.items() if value != ""}
         sort = given.get("sort", "step")
         if sort not in COLUMNS:
@@ -66,6 +66,7 @@ class Query:
         )
 
     def where(self) -> tuple[str, list[Any]]:
+        """The filters as an SQL condition, and its values."""
         parts, values = ["run = ?"], [self.run]  # type: tuple[list[str], list[Any]]
         for name, value in self.equal.items():
             parts.append(f'"{name}" = ?')
@@ -80,8 +81,9 @@ class Query:
         return " AND ".join(parts), values
 
     def order(self) -> str:
-        """Ties in the order of the run's files, so that a group's samples stay together."""
-        # What has no value comes last, which for DESC needs no saying, and an index can be used.
+        """The order in SQL; ties follow the run's files, so that a group's samples stay
+        together."""
+        # NULLs come last. DESC does that by itself, and without NULLS LAST an index can be used.
         direction = "DESC" if self.descending else "ASC NULLS LAST"
         return f'"{self.sort}" {direction}, step DESC, file, line'
 
@@ -100,15 +102,15 @@ Read = Callable[[sqlite3.Row], bytes]
 
 
 def listing(connection: sqlite3.Connection, query: Query, read: Read) -> dict[str, Any]:
-    """A page of the table: its rows, and where the next one starts (None: nowhere).
+    """One page of the table: its rows, and where the next page starts (None: there is none).
 
     With a text to search for, rows are read from `start` on until the page is full or the time is
-    up; `searched` is how far it came.
+    up; `searched` is the number of the last row that was read.
     """
-    connection.execute("BEGIN")  # all that is read is of one state of the index
+    connection.execute("BEGIN")  # all queries below see one state of the index
     where, values = query.where()
     [total] = connection.execute(f"SELECT COUNT(*) FROM rollouts WHERE {where}", values).fetchone()
-    # Keys alone are sorted, whole rows only fetched where they are read.
+    # Only keys are sorted; a whole row is fetched when it is read.
     keys = connection.execute(
         f"SELECT file, line FROM rollouts WHERE {where} ORDER BY {query.order()} LIMIT ? OFFSET ?",
         [*values, -1 if query.text else query.limit, query.start],
@@ -130,12 +132,12 @@ def listing(connection: sqlite3.Connection, query: Query, read: Read) -> dict[st
 
 
 def summary(row: sqlite3.Row) -> dict[str, Any]:
-    """A row of the index as the page gets it; its key finds the rollout again."""
+    """A row of the index for the page; `key` identifies the rollout in later requests."""
     return {"key": f"{row['file_name']}:{row['line']}", **{name: row[name] for name in COLUMNS}}
 
 
 def texts(record: dict[str, Any]) -> Iterator[str]:
-    """What is said in a rollout, and what was expected."""
+    """All texts of a rollout that a search looks at: messages, expected answer, failure."""
     messages = record.get("messages")
     for message in messages if isinstance(messages, list) else []:
         if isinstance(message, dict):
@@ -146,18 +148,19 @@ def texts(record: dict[str, Any]) -> Iterator[str]:
 
 
 def may_contain(line: bytes, wanted: str) -> bool:
-    """Whether to read a line at all: most searches are for words that JSON writes as they are."""
+    """Whether a line has to be parsed: most searches are for words that JSON writes unchanged."""
     plain = wanted.isascii() and wanted.replace(" ", "").isalnum()
     return not plain or wanted.lower().encode() in line.lower()
 
 
 def contains(record: dict[str, Any], wanted: str) -> bool:
+    """Whether any text of a rollout contains `wanted`, in any case."""
     folded = wanted.casefold()
     return any(folded in said.casefold() for said in texts(record))
 
 
 def preview(record: dict[str, Any], length: int = 200) -> str:
-    """What the model said last, else why it could not.
+    """The last message of the model, else the last message, else the failure.
 
     Example:
         >>> preview({"messages": [{"role": "user", "content": "47"}]})

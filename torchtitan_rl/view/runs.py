@@ -1,4 +1,4 @@
-"""Which folders are runs."""
+"""Finding runs among folders."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -9,7 +9,7 @@ class NotARun(ValueError):
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a run has written here. A `config.json` alone may be a model's."""
+    """Whether a folder holds a run. A `config.json` alone may belong to a model."""
     return (
         (folder / "metrics.jsonl").is_file()
         or (folder / "rollouts").is_dir()
@@ -49,7 +49,7 @@ def _modified(folder: Path) -> float:
 
 
 def _named(folders: Iterable[Path]) -> dict[str, Path]:
-    """By the folders' names, with those of the folders above where two would be the same."""
+    """Folders by name; where two names are equal, with the names of the folders above."""
     named: dict[str, Path] = {}
     for folder in folders:
         parts = 1

@@ -1,8 +1,8 @@
-"""HTTP for the page: its own few files, and JSON that the viewer answers.
+"""HTTP server of the page: its static files, and JSON that the viewer makes.
 
-Rollouts are untrusted, and so is every other page in the same browser: nothing inline runs (a
-Content-Security-Policy), only names of this machine are answered (a foreign name that resolves
-here would let its page read along), and paths of a request never reach the disk.
+Rollouts are untrusted, and so is every other page in the same browser. A Content-Security-Policy
+forbids inline scripts. Requests must name this machine as their host: else a page of a foreign name
+that resolves to this machine could read everything. Paths of a request never reach the disk.
 """
 
 import errno
@@ -33,12 +33,14 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-cache",
 }
-Answer = Callable[[Mapping[str, str]], dict[str, Any]]
+Endpoint = Callable[[Mapping[str, str]], dict[str, Any]]
 
 
 def host_is_ours(header: str | None, host: str) -> bool:
-    """Whether a request's Host names this machine. A name that someone else's DNS resolves to it
-    does not; an address cannot be someone else's.
+    """Whether a request's Host header names this machine.
+
+    An address does. A name does only if it is localhost, `host` or this machine's own name: any
+    other name may be someone's DNS entry that points here.
 
     Example:
         >>> host_is_ours("localhost:8765", ""), host_is_ours("evil.example:8765", "")
@@ -60,7 +62,7 @@ def host_is_ours(header: str | None, host: str) -> bool:
 
 
 def static_files(folder: Path = STATIC) -> dict[str, Path]:
-    """Everything that can be fetched, by its path in the URL."""
+    """Static files of the page, by their path in the URL."""
     files = {
         "/" + path.relative_to(folder).as_posix(): path
         for path in folder.rglob("*")
@@ -70,10 +72,10 @@ def static_files(folder: Path = STATIC) -> dict[str, Path]:
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Answers GET; `server` has the answers."""
+    """Handler of GET requests."""
 
     protocol_version = "HTTP/1.1"
-    # Head and body in one piece, sent at once.
+    # Header and body are sent together, at once.
     wbufsize = -1
     disable_nagle_algorithm = True
     server: "Server"
@@ -83,7 +85,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return self._error(HTTPStatus.FORBIDDEN, "this name is not one of this machine")
         url = urlsplit(self.path)
         if url.path.startswith("/api/"):
-            return self._answer(url.path.removeprefix("/api/"), url.query)
+            return self._call(url.path.removeprefix("/api/"), url.query)
         path = self.server.files.get(url.path)
         if path is None:
             return self._error(HTTPStatus.NOT_FOUND, "there is no such page")
@@ -91,17 +93,17 @@ class Handler(http.server.BaseHTTPRequestHandler):
         kind = "text/javascript" if path.suffix == ".js" else kind
         self._send(HTTPStatus.OK, f"{kind}; charset=utf-8", path.read_bytes())
 
-    def _answer(self, name: str, query: str) -> None:
-        answer = self.server.answers.get(name)
-        if answer is None:
+    def _call(self, name: str, query: str) -> None:
+        endpoint = self.server.endpoints.get(name)
+        if endpoint is None:
             return self._error(HTTPStatus.NOT_FOUND, f"there is no {name!r} to ask for")
         try:
-            body = to_json(answer(dict(parse_qsl(query, keep_blank_values=True))))
+            body = to_json(endpoint(dict(parse_qsl(query, keep_blank_values=True))))
         except BadRequest as error:
             return self._error(HTTPStatus.BAD_REQUEST, str(error))
         except NotFound as error:
             return self._error(HTTPStatus.NOT_FOUND, str(error))
-        except Exception as error:  # one bad file must not end the page
+        except Exception as error:  # one bad file must not end the server
             traceback.print_exc(file=sys.stderr)
             return self._error(HTTPStatus.INTERNAL_SERVER_ERROR, f"{type(error).__name__}: {error}")
         self._send(HTTPStatus.OK, "application/json", body)
@@ -119,39 +121,42 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Quiet: the page asks every few seconds."""
+        """Log nothing: the page sends a request every few seconds."""
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """A thread a connection; they end with the process."""
+    """HTTP server with one thread per connection; the threads end with the process."""
 
     daemon_threads = True
     # A port that another viewer uses must be refused, so that the next one is tried.
     allow_reuse_port = False
 
-    def __init__(self, host: str, port: int, answers: Mapping[str, Answer]) -> None:
-        self.host, self.answers, self.files = host, answers, static_files()
+    def __init__(self, host: str, port: int, endpoints: Mapping[str, Endpoint]) -> None:
+        self.host, self.endpoints, self.files = host, endpoints, static_files()
         if ":" in host:
             self.address_family = socket.AF_INET6
         super().__init__((host, port), Handler)
 
     @property
     def url(self) -> str:
+        """Address of the page."""
         host, port = self.server_address[:2]
         name = str(host)
         return f"http://[{name}]:{port}/" if ":" in name else f"http://{name}:{port}/"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that goes away in the middle of an answer is no error."""
+        """Ignore a browser that closes the connection in the middle of a response."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
 
-def open_server(host: str, port: int, answers: Mapping[str, Answer], *, tries: int = 20) -> Server:
-    """On the port, or on the next free one after it; 0 is any."""
+def open_server(
+    host: str, port: int, endpoints: Mapping[str, Endpoint], *, tries: int = 20
+) -> Server:
+    """A server on `port`, or on the next free port after it; port 0 takes any."""
     for candidate in range(port, port + tries):
         try:
-            return Server(host, candidate if port else 0, answers)
+            return Server(host, candidate if port else 0, endpoints)
         except OSError as error:
             busy = error.errno == errno.EADDRINUSE
             if not busy or candidate == port + tries - 1:

@@ -1,4 +1,4 @@
-"""Spans of a run's timeline.json, a Chrome trace that may still be written."""
+"""Spans of a run's timeline.json, a Chrome trace that may still be growing."""
 
 import sqlite3
 from pathlib import Path
@@ -12,11 +12,11 @@ CREATE TABLE spans (run TEXT, pid TEXT, tid TEXT, name TEXT, ts REAL, dur REAL, 
 CREATE INDEX spans_by_time ON spans (run, ts);
 CREATE TABLE lanes (run TEXT, pid TEXT, tid TEXT, name TEXT, PRIMARY KEY (run, pid, tid));
 """
-MAX_SPANS = 4000  # of a window; more could not be told apart on a screen
+MAX_SPANS = 4000  # per window: more could not be distinguished on a screen
 
 
 def update(connection: sqlite3.Connection, run: str, folder: Path, cursor: str) -> tuple[str, bool]:
-    """Read on from a cursor; returns the next one and whether there was something new."""
+    """Index the spans after a cursor; returns the next cursor and whether there were new lines."""
     new = tail(folder / "timeline.json", cursor)
     if new.reset:
         for table in ("spans", "lanes"):
@@ -24,7 +24,7 @@ def update(connection: sqlite3.Connection, run: str, folder: Path, cursor: str) 
     spans, lanes = [], []
     for line in new.lines:
         event = parse(line.strip().strip(b"[],"))
-        if event is None:  # only a bracket, or what a full disk has cut
+        if event is None:  # only a bracket, or a line that a full disk has cut off
             continue
         where = (run, text(event.get("pid")), text(event.get("tid")))
         args = event.get("args")
@@ -43,8 +43,9 @@ def update(connection: sqlite3.Connection, run: str, folder: Path, cursor: str) 
 def window(
     connection: sqlite3.Connection, run: str, start: float | None, end: float | None
 ) -> dict[str, Any]:
-    """The spans between two times (None: all there are), the longest if there are too many; times
-    in seconds since the first span.
+    """The spans between two times, in seconds since the first span; None is no limit.
+
+    If there are too many, the longest.
 
     Example:
         {"seconds": 12.5, "lanes": ["controller", "generator"], "shown": 2, "total": 2,

@@ -1,4 +1,4 @@
-"""What the page can ask for: each answer is a function of the runs' files."""
+"""The viewer's endpoints: each makes its response from the runs' files."""
 
 import contextlib
 import json
@@ -19,11 +19,11 @@ from torchtitan_rl.view.sequences import segments, token_columns
 
 
 class NotFound(LookupError):
-    """A run or a rollout that is not there, or not yet."""
+    """A run or a rollout does not exist, or not yet."""
 
 
 class Viewer:
-    """Runs, their index, and the answers to the page.
+    """Runs, their index, and the endpoints that the page calls.
 
     Example:
         viewer = Viewer([Path("outputs/run")])
@@ -36,7 +36,7 @@ class Viewer:
         self._decoders: dict[str, Decoder] = {}
         self._decoding = threading.Lock()
         self.index = Index(self._runs, poll_seconds=poll_seconds)
-        self.answers = {
+        self.endpoints = {
             "runs": self.runs,
             "status": self.status,
             "rollouts": self.rollouts,
@@ -46,21 +46,23 @@ class Viewer:
         }
 
     def start(self) -> None:
+        """Start indexing."""
         self.index.start()
 
     def close(self) -> None:
+        """Stop indexing, and remove the index."""
         self.index.close()
 
     def runs(self, _values: Mapping[str, str]) -> dict[str, Any]:
-        """All runs, and which to show first: those that were named, or the newest of a folder."""
-        with contextlib.suppress(NotARun):  # a folder that is gone; what is known stays
+        """All runs, and which to show first: the named ones, or the newest of a folder."""
+        with contextlib.suppress(NotARun):  # a folder was removed: the runs known so far stay
             self._runs.update(find_runs(self._folders))
         named = {folder.resolve() for folder in self._folders}
         chosen = [name for name, folder in self._runs.items() if folder in named]
         return {"runs": list(self._runs), "chosen": chosen or list(self._runs)[:1]}
 
     def status(self, values: Mapping[str, str]) -> dict[str, Any]:
-        """What is new in a run since the cursor: metrics, and how far the index is."""
+        """Metrics of a run since the cursor, and the state of its index."""
         run = self._run(values)
         folder, progress = self._runs[run], self.index.add(run)
         new = tail(folder / "metrics.jsonl", values.get("cursor", ""))
@@ -84,7 +86,7 @@ class Viewer:
         }
 
     def rollouts(self, values: Mapping[str, str]) -> dict[str, Any]:
-        """A page of the table of rollouts."""
+        """One page of the table of rollouts."""
         run = self._run(values)
         query = Query.of({**values, "run": run})
         progress = self.index.add(run)
@@ -93,7 +95,7 @@ class Viewer:
         return {**page, "facets": {k: sorted(v - {""}) for k, v in progress.facets.items()}}
 
     def rollout(self, values: Mapping[str, str]) -> dict[str, Any]:
-        """One rollout, with its tokens decoded and the other samples of its group."""
+        """One rollout, with its decoded tokens and the other samples of its group."""
         run = self._run(values)
         self.index.add(run)
         file, _, line = values.get("key", "").rpartition(":")
@@ -116,7 +118,7 @@ class Viewer:
         }
 
     def group(self, values: Mapping[str, str]) -> dict[str, Any]:
-        """The samples of a group at a step; else of the nearest step that has it."""
+        """Samples of a group at a step, or at the nearest step that has the group."""
         run = self._run(values)
         self.index.add(run)
         step, group = number(_float(values.get("step"))) or 0, values.get("group", "")
@@ -129,6 +131,7 @@ class Viewer:
         return {"run": run, "samples": samples}
 
     def timeline(self, values: Mapping[str, str]) -> dict[str, Any]:
+        """Spans of a run's timeline between two times."""
         run = self._run(values)
         self.index.add(run)
         with self.index.connect() as connection:
@@ -175,7 +178,7 @@ class Viewer:
     def _export(
         self, connection: sqlite3.Connection, run: str, row: sqlite3.Row, name: str
     ) -> dict[str, Any] | None:
-        """What the trainer computed for a sequence in the rollout's step."""
+        """The trainer's token export of a sequence, from the rollout's step."""
         at = connection.execute(
             "SELECT files.name, offset, length FROM exports JOIN files ON files.id = file "
             "WHERE exports.run = ? AND exports.name = ? AND step = ?",
@@ -201,7 +204,7 @@ class Viewer:
 
 
 def written(folder: Path) -> float | None:
-    """When a run has last written something, in seconds since 1970."""
+    """Time of a run's last write, in seconds since 1970."""
     times = []
     for name in ("metrics.jsonl", "timeline.json", "rollouts", "config.json"):
         with contextlib.suppress(OSError):
@@ -210,7 +213,8 @@ def written(folder: Path) -> float | None:
 
 
 def _shown(record: dict[str, Any]) -> dict[str, Any]:
-    """What only the page of one rollout shows. Values as text: a browser would round large ones."""
+    """Fields of a record that only the page of one rollout shows, as text: a browser would round
+    large numbers."""
     messages = record.get("messages")
     return {
         "messages": [
@@ -240,7 +244,7 @@ def _float(value: str | None) -> float | None:
 
 
 def to_json(value: Any) -> bytes:
-    """As strict JSON: a number that is not finite, such as 1e999 of a file, is null."""
+    """Strict JSON of a value; a number that is not finite, such as 1e999 in a file, is null."""
     try:
         return json.dumps(value, allow_nan=False).encode()
     except ValueError:
