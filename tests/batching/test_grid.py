@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.support import episode
 from torchtitan_rl.batching.documents import Document, positions, predecessors, segments
-from torchtitan_rl.batching.grid import deal_groups, grid_metrics, make_grid
+from torchtitan_rl.batching.grid import grid_metrics, make_grid, split_groups
 from torchtitan_rl.batching.microbatch import single
 from torchtitan_rl.batching.schema import FIELDS, loss_mask, present_fields
 
@@ -70,11 +70,11 @@ def documents_of(grid):
     return [document for cell in cells_of(grid) if cell.real for document in cell.documents]
 
 
-def path_to(grid, place, length):
+def path_to(grid, span, length):
     """Indices in its cell of an episode's tokens, found by going back from its last one."""
-    row = segments(grid.cells[place.cell][place.rank].documents)
+    row = segments(grid.cells[span.cell][span.rank].documents)
     before = predecessors(row).tolist()
-    path = [place.stop - 1]
+    path = [span.stop - 1]
     while len(path) < length:
         path.append(before[path[-1]])
     assert positions(row)[path[::-1]].tolist() == list(range(length))
@@ -91,18 +91,18 @@ def test_every_episode_is_in_exactly_one_place_with_its_values_intact(batch):
     episodes, sizes = batch
     grid = make_grid(episodes, **sizes)
     taken = {(i, r): Counter() for i, row in enumerate(grid.cells) for r in range(len(row))}
-    for one, place in zip(episodes, grid.places, strict=True):
-        cell = grid.cells[place.cell][place.rank]
-        path = path_to(grid, place, one.length)
+    for one, span in zip(episodes, grid.spans, strict=True):
+        cell = grid.cells[span.cell][span.rank]
+        path = path_to(grid, span, one.length)
         prompt = len(one.prompt_token_ids)
         alone = single(one).streams
         assert cell.streams.keys() == alone.keys()
-        assert path[prompt:] == list(range(place.start, place.stop))
+        assert path[prompt:] == list(range(span.start, span.stop))
         for name, stream in cell.streams.items():
-            same(stream[place.start : place.stop], alone[name][prompt:])
+            same(stream[span.start : span.stop], alone[name][prompt:])
         for name in ("tokens", "loss_mask"):
             same(cell.streams[name][path], alone[name])
-        taken[place.cell, place.rank].update(path)
+        taken[span.cell, span.rank].update(path)
     for (number, rank), found in taken.items():
         cell = grid.cells[number][rank]
         assert found.keys() == (set(range(cell.tokens)) if cell.real else set())
@@ -176,9 +176,9 @@ def test_hundreds_of_batches_of_lengths_up_to_the_budget(share_prompts):
         everything = [t for cell in cells_of(grid) for t in cell.streams["tokens"].tolist()]
         completions = [t for t in everything if t >= 1000]
         assert sorted(completions) == sorted(t for e in episodes for t in e.token_ids)
-        for one, place in zip(episodes, grid.places, strict=True):
-            stream = grid.cells[place.cell][place.rank].streams["tokens"]
-            path = path_to(grid, place, one.length)
+        for one, span in zip(episodes, grid.spans, strict=True):
+            stream = grid.cells[span.cell][span.rank].streams["tokens"]
+            path = path_to(grid, span, one.length)
             assert stream[path].tolist() == one.prompt_token_ids + one.token_ids
         assert all(cell.tokens <= budget for cell in cells_of(grid))
         assert all(any(cell.real for cell in row) for row in grid.cells)
@@ -279,7 +279,7 @@ def test_the_metrics_of_a_step_are_those_of_all_its_grids():
 
 
 @pytest.mark.parametrize(
-    ("groups", "parts", "dealt"),
+    ("groups", "parts", "expected"),
     [
         ("abcde", 2, ["ace", "bd"]),
         ("abcde", 1, ["abcde"]),
@@ -290,21 +290,21 @@ def test_the_metrics_of_a_step_are_those_of_all_its_grids():
         ("aaaa", 2, ["aaaa"]),
     ],
 )
-def test_groups_dealt_by_table(groups, parts, dealt):
+def test_groups_split_by_table(groups, parts, expected):
     episodes = [episode(group_id=group) for group in groups]
-    assert ["".join(e.group_id for e in part) for part in deal_groups(episodes, parts)] == dealt
+    assert ["".join(e.group_id for e in part) for part in split_groups(episodes, parts)] == expected
 
 
 @settings(deadline=None)
 @given(
     groups=st.lists(st.sampled_from("abcdefg"), min_size=1, max_size=20), parts=st.integers(1, 9)
 )
-def test_groups_stay_whole_no_part_is_empty_and_every_episode_is_dealt_once(groups, parts):
+def test_groups_stay_whole_no_part_is_empty_and_every_episode_is_in_one_part(groups, parts):
     episodes = [episode(group_id=g, advantage=float(i)) for i, g in enumerate(groups)]
-    hands = deal_groups(episodes, parts)
-    assert len(hands) == min(parts, len(set(groups)))
-    assert all(hands)
-    assert sorted(e.advantage for hand in hands for e in hand) == [e.advantage for e in episodes]
-    ids = [{e.group_id for e in hand} for hand in hands]
+    split = split_groups(episodes, parts)
+    assert len(split) == min(parts, len(set(groups)))
+    assert all(split)
+    assert sorted(e.advantage for part in split for e in part) == [e.advantage for e in episodes]
+    ids = [{e.group_id for e in part} for part in split]
     assert sum(map(len, ids)) == len(set(groups))
     assert max(map(len, ids)) - min(map(len, ids)) <= 1

@@ -1,4 +1,4 @@
-"""Items dealt to microbatches: each once, none over the budget, the same load for every rank."""
+"""Items assigned to microbatches: each once, none over the budget, the same load for every rank."""
 
 from random import Random
 
@@ -26,9 +26,11 @@ def cost_of(size, hidden_size):
     return size + size * (size + 1) / 2 / (6 * hidden_size)
 
 
-def loads_of(dealt, costs):
+def loads_of(packed, costs):
     """What each rank has to do in all."""
-    return [sum(costs[i] for items in column for i in items) for column in zip(*dealt, strict=True)]
+    return [
+        sum(costs[i] for items in column for i in items) for column in zip(*packed, strict=True)
+    ]
 
 
 def fuzzed(count, seed):
@@ -56,7 +58,7 @@ def batches(draw):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "budget", "ranks", "dealt"),
+    ("sizes", "budget", "ranks", "packed"),
     [
         ([4], 4, 1, [[[0]]]),
         ([4], 4, 3, [[[0], [], []]]),
@@ -68,36 +70,36 @@ def batches(draw):
         ([6, 5, 4, 3], 6, 2, [[[0], [1]], [[3], [2]]]),
     ],
 )
-def test_packing_by_table(sizes, budget, ranks, dealt):
-    assert pack(sizes, [float(size) for size in sizes], budget=budget, ranks=ranks) == dealt
+def test_packing_by_table(sizes, budget, ranks, packed):
+    assert pack(sizes, [float(size) for size in sizes], budget=budget, ranks=ranks) == packed
 
 
 @settings(deadline=None)
 @given(batch=batches())
-def test_every_item_is_dealt_once_no_bin_is_too_full_and_rows_are_as_wide_as_the_ranks(batch):
+def test_every_item_is_assigned_once_no_bin_is_too_full_and_rows_are_as_wide_as_the_ranks(batch):
     sizes, costs, budget, ranks = batch
-    dealt = pack(sizes, costs, budget=budget, ranks=ranks)
-    assert sorted(i for row in dealt for items in row for i in items) == list(range(len(sizes)))
-    assert all(sum(sizes[i] for i in items) <= budget for row in dealt for items in row)
-    assert {len(row) for row in dealt} == {ranks}
-    assert all(any(row) for row in dealt), "a row of nothing but padding"
+    packed = pack(sizes, costs, budget=budget, ranks=ranks)
+    assert sorted(i for row in packed for items in row for i in items) == list(range(len(sizes)))
+    assert all(sum(sizes[i] for i in items) <= budget for row in packed for items in row)
+    assert {len(row) for row in packed} == {ranks}
+    assert all(any(row) for row in packed), "a row of nothing but padding"
 
 
-def test_hundreds_of_batches_are_dealt_whole_in_few_microbatches_to_ranks_that_are_level():
+def test_hundreds_of_batches_are_packed_whole_in_few_microbatches_to_ranks_that_are_level():
     for sizes, costs, budget, ranks in fuzzed(600, seed=0):
-        dealt = pack(sizes, costs, budget=budget, ranks=ranks)
-        assert sorted(i for row in dealt for items in row for i in items) == [*range(len(sizes))]
-        assert all(sum(sizes[i] for i in items) <= budget for row in dealt for items in row)
+        packed = pack(sizes, costs, budget=budget, ranks=ranks)
+        assert sorted(i for row in packed for items in row for i in items) == [*range(len(sizes))]
+        assert all(sum(sizes[i] for i in items) <= budget for row in packed for items in row)
 
         # Levelling may cost a microbatch over packing as tightly as the textbook, or one in five.
         textbook = -(-first_fit_decreasing(sizes, budget) // ranks)
-        assert len(dealt) <= max(textbook + 1, 1.2 * textbook)
+        assert len(packed) <= max(textbook + 1, 1.2 * textbook)
 
         # No rank, and no cell of a row, is above another by more than one item.
-        loads = loads_of(dealt, costs)
+        loads = loads_of(packed, costs)
         slack = max(costs) * (1 + 1e-9)
         assert max(loads) - min(loads) <= slack
-        for row in dealt:
+        for row in packed:
             cells = [sum(costs[i] for i in items) for items in row]
             assert max(cells) - min(cells) <= slack
 
@@ -119,10 +121,10 @@ def test_ranks_are_level_on_a_batch_of_episodes_as_they_are(ranks):
         random = Random(seed)
         sizes = [min(4096, 1 + int(random.lognormvariate(6, 0.7))) for _ in range(512)]
         costs = [cost_of(size, 1024) for size in sizes]
-        dealt = pack(sizes, costs, budget=16384, ranks=ranks)
-        loads = loads_of(dealt, costs)
+        packed = pack(sizes, costs, budget=16384, ranks=ranks)
+        loads = loads_of(packed, costs)
         assert min(loads) >= 0.98 * max(loads)
-        assert len(dealt) == -(-sum(sizes) // (16384 * ranks))
+        assert len(packed) == -(-sum(sizes) // (16384 * ranks))
 
 
 @settings(deadline=None)
@@ -132,17 +134,17 @@ def test_ranks_are_level_on_a_batch_of_episodes_as_they_are(ranks):
 def test_equal_items_are_split_as_evenly_as_they_can_be_in_as_few_microbatches(
     count, size, fit, ranks
 ):
-    dealt = pack([size] * count, [1.0] * count, budget=fit * size + size - 1, ranks=ranks)
-    assert len(dealt) == -(-count // (fit * ranks))
-    loads = loads_of(dealt, [1.0] * count)
+    packed = pack([size] * count, [1.0] * count, budget=fit * size + size - 1, ranks=ranks)
+    assert len(packed) == -(-count // (fit * ranks))
+    loads = loads_of(packed, [1.0] * count)
     assert max(loads) - min(loads) <= 1
 
 
 def test_ranks_are_level_where_equal_cells_would_not_make_them_so():
     costs = [4.0, 2.0, 2.0, 1.0, 1.0]
-    dealt = pack([4, 2, 2, 1, 1], costs, budget=4, ranks=2)
-    assert len(dealt) == 2
-    assert loads_of(dealt, costs) == [5.0, 5.0]
+    packed = pack([4, 2, 2, 1, 1], costs, budget=4, ranks=2)
+    assert len(packed) == 2
+    assert loads_of(packed, costs) == [5.0, 5.0]
 
 
 def test_an_item_over_the_budget_is_refused():

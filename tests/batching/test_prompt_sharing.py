@@ -58,7 +58,7 @@ def test_samples_of_a_group_lie_behind_one_copy_of_their_prompt():
     assert cell.streams["temperatures"][3:].tolist() == [1, 1, 0.5, 1, 1]
     assert cell.streams["generator_logprobs"].isnan().tolist() == [True] * 3 + [False] * 5
     assert cell.streams["generator_logprobs"][3:].tolist() == [0, -1, 0, 0, -1]
-    assert [(p.start, p.stop) for p in grid.places] == [(3, 5), (5, 6), (6, 8)]
+    assert [(p.start, p.stop) for p in grid.spans] == [(3, 5), (5, 6), (6, 8)]
     assert (grid.tokens, grid.episode_tokens, grid.loss_tokens) == (8, 14, 4)
 
 

@@ -1,4 +1,4 @@
-"""How a row of tokens is made of documents, which attend to nothing outside themselves."""
+"""Documents of a packed row: runs of tokens that attend to nothing outside themselves."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ import torch
 
 @dataclass(slots=True)
 class Document:
-    """A trunk of tokens and branches that grow from its end, one after the other in the row.
+    """A trunk of tokens, and branches that continue it, one after the other in the row.
 
-    A token sees what is before it in its trunk; one of a branch sees the whole trunk and what is
-    before it in its branch, never another branch. An episode alone is all trunk; samples of one
-    prompt that share it are its branches.
+    A token of the trunk attends to the trunk before it. A token of a branch attends to the whole
+    trunk and to its branch before it, never to another branch. A single episode is all trunk; for
+    samples that share a prompt, the prompt is the trunk and the completions are the branches.
 
     Example:
         Document(trunk=3, branches=(2, 4))  # 9 tokens: two completions of one prompt
@@ -25,29 +25,33 @@ class Document:
 
     @property
     def tokens(self) -> int:
+        """Tokens of the trunk and all branches."""
         return self.trunk + sum(self.branches)
 
     @property
     def visible(self) -> int:
-        """Pairs of a token and one that it sees, itself included: what attention costs."""
+        """Pairs of a token and a token that it attends to, itself included: what attention
+        costs."""
         return _triangle(self.trunk) + sum(b * self.trunk + _triangle(b) for b in self.branches)
 
 
 @dataclass(slots=True)
 class Segment:
-    """A trunk or a branch, where it lies in the row."""
+    """A trunk or a branch, with its position in the row."""
 
     start: int
     length: int
     trunk: "Segment | None" = None
-    """Of a branch: what it grows from."""
+    """The trunk that a branch continues; None for a trunk."""
 
     @property
     def stop(self) -> int:
+        """Index in the row after the last token."""
         return self.start + self.length
 
     @property
     def first_position(self) -> int:
+        """Position of the first token in its document."""
         return self.trunk.length if self.trunk else 0
 
 
@@ -69,10 +73,10 @@ def segments(documents: Sequence[Document]) -> list[Segment]:
 
 
 def needed(documents: Sequence[Document]) -> tuple[torch.Tensor, list[Document]]:
-    """[needed tokens] where the tokens of a row are that a forward pass needs, and their documents.
+    """[needed tokens] indices of the tokens that a forward pass needs, and their documents.
 
-    That is all but the last of a document, or of each of its branches: nothing is predicted from
-    it, and no token sees it. A row of which nothing would be left is computed as it is.
+    The last token of a document, or of each of its branches, is not needed: nothing is predicted
+    from it, and no token attends to it. A row that would become empty is computed whole.
 
     Example:
         >>> where, shorter = needed([Document(3), Document(2, (2, 1))])
@@ -96,20 +100,20 @@ def needed(documents: Sequence[Document]) -> tuple[torch.Tensor, list[Document]]
 
 
 def positions(row: Sequence[Segment]) -> torch.Tensor:
-    """[tokens] position of each token in its document: a branch goes on from its trunk."""
+    """[tokens] position of each token in its document; a branch continues from its trunk."""
     return torch.from_numpy(_counted(row, [segment.first_position for segment in row]))
 
 
 def segment_ids(row: Sequence[Segment]) -> torch.Tensor:
-    """[tokens] which segment of the row each token is in."""
+    """[tokens] number of the segment that each token is in."""
     lengths = [segment.length for segment in row]
     return torch.from_numpy(np.repeat(np.arange(len(row)), lengths))
 
 
 def predecessors(row: Sequence[Segment]) -> torch.Tensor:
-    """[tokens] index of the token that predicts each: the one before, or the last of the trunk.
+    """[tokens] index of each token's predictor: the token before it, or the last of the trunk.
 
-    The first token of a trunk has none; its entry is not to be used.
+    The first token of a trunk has no predictor; its entry must not be used.
     """
     before = _counted(row, [segment.start - 1 for segment in row])
     branches = [segment for segment in row if segment.trunk]
@@ -118,7 +122,7 @@ def predecessors(row: Sequence[Segment]) -> torch.Tensor:
 
 
 def _counted(row: Sequence[Segment], firsts: Sequence[int]) -> np.ndarray:
-    """Upwards from `firsts` within each segment."""
+    """[tokens] counted up within each segment, from that segment's entry of `firsts`."""
     lengths = np.array([segment.length for segment in row])
     starts = np.array([segment.start for segment in row])
     return np.arange(lengths.sum()) + np.repeat(np.array(firsts) - starts, lengths)

@@ -1,4 +1,4 @@
-"""Episodes longer than a microbatch can hold: one policy for all of them."""
+"""Policies for episodes that are longer than a microbatch."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -12,7 +12,7 @@ Overlong = Literal["error", "truncate", "drop"]
 def limit_length(
     episodes: Sequence[Episode], most: int, policy: Overlong
 ) -> tuple[list[Episode], dict[str, float]]:
-    """The episodes with none of more than `most` tokens, and how many were cut and left out.
+    """Episodes of at most `most` tokens, and how many were truncated and dropped for that.
 
     `truncate` cuts completions at the end; an episode whose prompt alone is too long is dropped.
 

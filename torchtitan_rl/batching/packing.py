@@ -1,20 +1,20 @@
-"""Deal items to microbatches: none over its budget of tokens, all of about the same cost."""
+"""Assignment of items to microbatches within a token budget, all of about the same cost."""
 
 import heapq
 from collections.abc import Sequence
 
 EVEN = 0.1
-"""Loads of ranks that differ by no more are left as they are."""
+"""Relative difference of the ranks' loads up to which no better assignment is tried."""
 
 
 def pack(
     sizes: Sequence[int], costs: Sequence[float], *, budget: int, ranks: int
 ) -> list[list[list[int]]]:
-    """`[microbatch][rank]` lists of items, by index; a list may be empty where items are few.
+    """Assign items to `[microbatch][rank]`, by index; a list may be empty where items are few.
 
-    Few microbatches first; then loads as equal as a greedy deal can make them, within each
-    microbatch, where ranks wait for each other, and over the ranks in total. No size may be above
-    the budget.
+    Few microbatches come first. Then loads are made as equal as a greedy assignment can: within
+    each microbatch, where ranks wait for each other, and per rank in total. No size may exceed the
+    budget.
 
     Example:
         >>> pack([4, 3, 3, 2], [4.0, 3.0, 3.0, 2.0], budget=6, ranks=2)
@@ -24,7 +24,7 @@ def pack(
         raise ValueError(f"an item of {max(sizes)} is larger than the budget of {budget}")
     order = sorted(range(len(sizes)), key=lambda i: -costs[i])
     microbatches = max(1, -(-sum(sizes) // (budget * ranks)))
-    while (bins := deal(order, sizes, costs, budget, microbatches * ranks)) is None:
+    while (bins := fill_bins(order, sizes, costs, budget, microbatches * ranks)) is None:
         microbatches += 1
     rows = _rows(bins, costs, ranks)
     if _spread(rows, costs) > EVEN:
@@ -34,12 +34,12 @@ def pack(
 
 
 def rank_loads(rows: list[list[list[int]]], costs: Sequence[float]) -> list[float]:
-    """The cost of what each rank is dealt."""
+    """Total cost of each rank's items."""
     return [sum(costs[i] for row in rows for i in row[rank]) for rank in range(len(rows[0]))]
 
 
 def _spread(rows: list[list[list[int]]], costs: Sequence[float]) -> float:
-    """By how much the busiest rank's load exceeds the idlest one's, as a share of its own."""
+    """Difference of the largest and the smallest load of a rank, relative to the largest."""
     loads = rank_loads(rows, costs)
     return 1 - min(loads) / max(max(loads), 1e-9)
 
@@ -52,9 +52,9 @@ def _ranks_first(
     microbatches: int,
     ranks: int,
 ) -> list[list[list[int]]] | None:
-    """Deal to the ranks, then each hand to its microbatches: equal loads in total come first."""
-    hands = deal(order, sizes, costs, budget * microbatches, ranks) or []
-    columns = [deal(hand, sizes, costs, budget, microbatches) for hand in hands]
+    """Assign items to ranks, then each rank's items to microbatches: equal totals come first."""
+    by_rank = fill_bins(order, sizes, costs, budget * microbatches, ranks) or []
+    columns = [fill_bins(items, sizes, costs, budget, microbatches) for items in by_rank]
     if not columns or None in columns:
         return None
     by_cost = [
@@ -63,11 +63,12 @@ def _ranks_first(
     return [list(row) for row in zip(*by_cost, strict=True)]
 
 
-def deal(
+def fill_bins(
     order: Sequence[int], sizes: Sequence[int], costs: Sequence[float], budget: int, bins: int
 ) -> list[list[int]] | None:
-    """Costliest first, each to the bin of least cost that has room; None if one has no bin."""
-    dealt: list[list[int]] = [[] for _ in range(bins)]
+    """Items in the given `order`, each in the bin of least cost that has room; None if an item fits
+    in no bin."""
+    filled: list[list[int]] = [[] for _ in range(bins)]
     room = [budget] * bins
     heap = [(0.0, index) for index in range(bins)]
     for item in order:
@@ -77,16 +78,16 @@ def deal(
         if not heap:
             return None
         load, chosen = heap[0]
-        dealt[chosen].append(item)
+        filled[chosen].append(item)
         room[chosen] -= sizes[item]
         heapq.heapreplace(heap, (load + costs[item], chosen))
         for entry in too_full:
             heapq.heappush(heap, entry)
-    return dealt
+    return filled
 
 
 def _rows(bins: list[list[int]], costs: Sequence[float], ranks: int) -> list[list[list[int]]]:
-    """Bins of like cost side by side; in each row the costliest goes to the rank with least."""
+    """Rows of bins of similar cost; in each row the costliest bin goes to the least loaded rank."""
     cost = {id(items): sum(costs[i] for i in items) for items in bins}
     bins = sorted(bins, key=lambda items: -cost[id(items)])
     loads, rows = [0.0] * ranks, []

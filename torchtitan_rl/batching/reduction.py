@@ -1,5 +1,8 @@
-"""What weighs the same in a batch. Weights are set on the driver, from all episodes of the batch,
-so that no split into microbatches and ranks can change the result."""
+"""Reductions of the loss: what weighs the same in a batch.
+
+The controller sets the weights from all episodes of the batch, so that no split into microbatches
+and ranks can change the result.
+"""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,8 +13,8 @@ from torchtitan_rl.core.types import Episode
 
 
 def weigh(episodes: Sequence[Episode], reduction: str, *, fixed_length: int) -> list[Episode]:
-    """The episodes with the weights that make Σ weight·loss / N the reduction asked for, where N is
-    the number of tokens that train.
+    """The episodes with weights that make Σ weight·loss / N the given reduction, where N is the
+    number of tokens that train.
 
     Example:
         Two episodes of 1 and 3 tokens: token_mean gives every token 1/4 of the loss;

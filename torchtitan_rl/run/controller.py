@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from torchtitan_rl.actors.environment import Request, Response
 from torchtitan_rl.algorithms.advantage import group_advantages
-from torchtitan_rl.batching.grid import Grid, deal_groups, grid_metrics, make_grid
+from torchtitan_rl.batching.grid import Grid, grid_metrics, make_grid, split_groups
 from torchtitan_rl.batching.overlong import limit_length
 from torchtitan_rl.batching.reduction import weigh
 from torchtitan_rl.batching.validation import require, validate
@@ -282,7 +282,7 @@ class Controller(Configurable):
 
     async def train(self, episodes: list[Episode]) -> dict[str, float]:
         """Optimizer steps on these episodes: one, unless trainer.updates_per_step says more."""
-        parts = deal_groups(await self.complete(episodes), self.config.trainer.updates_per_step)
+        parts = split_groups(await self.complete(episodes), self.config.trainer.updates_per_step)
         grids = [self.weighed_grid(part) for part in parts]
         call = self.actors.trainer.actor.train_step.call(*grids, step=self.steps_done)
         metrics = merge_metrics(per_rank(await self.call("trainer", "train", call)))
