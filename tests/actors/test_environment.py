@@ -216,7 +216,9 @@ async def test_workers_are_forked_from_a_built_task_and_used_again(spawned, resp
     assert len(built) == 1
     assert not built & (pids | {spawned.processes[0].pid})
     assert len(numbers) == 50
-    assert len(spawned.processes[0].children(recursive=True)) <= 1 + 8  # the nursery is one more
+    assert (
+        len(spawned.processes[0].children(recursive=True)) <= 1 + 8
+    )  # the fork server is one more
 
 
 async def test_an_answer_that_fails_says_why(respond):

@@ -221,7 +221,7 @@ def test_a_grader_needs_no_file(file):
         ({"heldout_share": 0.0}, r"task\.heldout_share must be in \(0, 1\); got 0"),
         ({"heldout_share": 1.0}, r"task\.heldout_share must be in \(0, 1\); got 1"),
         ({"question_field": ""}, r"task\.question_field and task\.answer_field need a name"),
-        ({"question_field": "answer"}, "are both 'answer': the model would be told the answer"),
+        ({"question_field": "answer"}, "are both 'answer': the model would see the answer"),
     ],
 )
 def test_a_bad_config_is_refused(settings, message):

@@ -43,12 +43,12 @@ async def test_a_cancelled_call_ends_with_all_it_has_started(workers, tmp_path: 
     pid_file = tmp_path / "pids"
     call = asyncio.ensure_future(run(workers, "child", pid_file=str(pid_file)))
     await until(pid_file.exists)
-    worker, child, nursery = (psutil.Process(int(pid)) for pid in pid_file.read_text().split())
+    worker, child, server = (psutil.Process(int(pid)) for pid in pid_file.read_text().split())
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
     await until(lambda: ended(worker) and ended(child))
-    assert nursery.is_running()
+    assert server.is_running()
     assert (await run(workers, "add", a=1)).text == "2"
 
 
@@ -60,16 +60,16 @@ async def test_a_worker_that_died_idle_is_not_taken(workers):
     assert (await run(workers, "add", a=1)).text == "2"
 
 
-async def test_a_nursery_that_died_is_replaced(workers, tmp_path: Path):
+async def test_a_fork_server_that_died_is_replaced(workers, tmp_path: Path):
     pid_file = tmp_path / "pids"
     hanging = asyncio.ensure_future(run(workers, "child", pid_file=str(pid_file)))
     await until(pid_file.exists)
-    worker, child, nursery = (psutil.Process(int(pid)) for pid in pid_file.read_text().split())
-    nursery.kill()
+    worker, child, server = (psutil.Process(int(pid)) for pid in pid_file.read_text().split())
+    server.kill()
     with pytest.raises(ProcessEndedError):
         await hanging
     await until(lambda: ended(worker))
-    child.kill()  # which only the nursery could have known
+    child.kill()  # which only the server could have known
     assert (await run(workers, "add", a=1)).text == "2"
 
 

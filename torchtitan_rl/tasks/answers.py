@@ -1,4 +1,4 @@
-"""What an answer is worth: found in a completion, then compared with the one expected."""
+"""Rewards of answers: find the answer in a completion, and compare it with the expected one."""
 
 import math
 import re
@@ -15,14 +15,14 @@ from torchtitan_rl.tasks.task import Reward
 RewardFn = Callable[..., "Reward | float"]
 
 LONGEST_NUMBER = 400
-"""Characters of a number; Python takes long over what is much longer, and nobody means it."""
+"""Most characters of a number: Python takes long to read much longer ones."""
 
 _WHOLE = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 _DECIMAL = rf"(?:{_WHOLE}(?:\.[0-9]+)?|\.[0-9]+)"
 _NUMBER = re.compile(
-    # A minus behind a word, a digit or a bracket is a hyphen or a subtraction: 10-20, (a)-3.
+    # A minus after a word, a digit or a bracket is a hyphen or a subtraction: 10-20, (a)-3.
     r"(?:(?<![\w)\]}^.])[-−+])?"
-    # Not within a word or an exponent: of "12 m2" and "12 m^-2" the number is 12.
+    # Not within a word or an exponent: the number in "12 m2" and "12 m^-2" is 12.
     r"(?<![A-Za-z0-9_^])(?<!\^[-−])"
     # A fraction, unless it is a date; else an exponent may follow that is short enough to compute.
     rf"(?:(?<!/){_DECIMAL}/[0-9]+(?![/0-9]|\.[0-9])|{_DECIMAL}(?:[eE][-+]?[0-9]{{1,3}}(?![0-9]))?)"
@@ -30,7 +30,7 @@ _NUMBER = re.compile(
 
 
 def last_number(text: str) -> Fraction | None:
-    """The last number in a text, exactly; commas are those of thousands, units do not matter.
+    """The last number in a text, exactly; commas separate thousands, units are ignored.
 
     Example:
         >>> last_number("So 3 boxes cost $1,234.50.")
@@ -48,13 +48,15 @@ def last_number(text: str) -> Fraction | None:
 
 
 def exact(answer: str, expected: Any, *, ignore_case: float = 0) -> float:
-    """1 for the same text, apart from white space around it; with `ignore_case 1`, in any case."""
+    """1 if both texts are equal, apart from surrounding white space; `ignore_case 1` ignores
+    case."""
     said, wanted = answer.strip(), str(expected).strip()
     return float(said.casefold() == wanted.casefold() if ignore_case else said == wanted)
 
 
 def numeric(answer: str, expected: Any, *, tolerance: float = 1e-6, relative: float = 0.0) -> float:
-    """1 if the last numbers of both differ by at most `tolerance`, or by the share `relative`."""
+    """1 if the last numbers of both texts differ by at most `tolerance`, or by the share `relative`
+    of the expected one."""
     said, wanted = last_number(answer), last_number(str(expected))
     if said is None or wanted is None:
         return 0.0
@@ -66,7 +68,7 @@ REWARDS: dict[str, RewardFn] = {"exact": exact, "numeric": numeric}
 
 @dataclass(kw_only=True, slots=True)
 class AnswerReward:
-    """Finds the answer in a completion and compares it with the one expected: 1 if it is right.
+    """Finds the answer in a completion and compares it with the expected one: 1 if it is right.
 
     Example:
         >>> AnswerReward(name="numeric", marker="Answer:")("6 x 7. Answer: 42 km", "42").value
@@ -80,13 +82,13 @@ class AnswerReward:
     """Keyword arguments of the function: `ignore_case 1` of exact, `tolerance 0.01` or
     `relative 0.01` of numeric."""
     marker: str = ""
-    """The answer is the line behind the last of these, such as `Answer:`; empty: it is all that the
-    model says."""
+    """Text before the answer, such as `Answer:`; the answer is the line after the last of these.
+    Empty: the answer is the whole completion."""
     pattern: str = ""
-    """The answer is where this regular expression matches last, or its group if it has one; in
-    place of a marker."""
+    """Regular expression of the answer, in place of a marker; the last match counts, or its group
+    if it has one."""
     format_reward: float = 0.0
-    """Besides, for an answer in the form that is asked for, right or wrong."""
+    """Additional reward for an answer in the required form, right or wrong."""
 
     def __post_init__(self) -> None:
         function = resolve(self.name, REWARDS, what="reward")
@@ -112,31 +114,31 @@ class AnswerReward:
 
     @property
     def own(self) -> bool:
-        """Whether it is a function of the user's."""
+        """Whether the reward is a function of the user's."""
         return self.name not in REWARDS
 
     def find(self, text: str) -> str | None:
-        """The answer in a text, if it is there in the form that is asked for."""
+        """The answer in a text, or None if there is none in the required form."""
         found = self._located(text)
         if found is not None and self.name == "numeric" and last_number(found) is None:
             return None
         return found
 
     def expected(self, answer: Any) -> Any:
-        """An answer of the file, read in the same way where it has that form: files often have
-        the working, a marker, and then the answer."""
+        """The expected answer in a file's text, found like an answer of the model where the text
+        has that form: many files have the working, a marker, and then the answer."""
         if not isinstance(answer, str) or self.own:
             return answer
         return self._located(answer) or answer
 
     def _located(self, text: str) -> str | None:
         if self.marker:
-            _, marker, behind = text.rpartition(self.marker)
-            return next(iter(behind.strip().splitlines()), "").strip() or None if marker else None
+            _, marker, after = text.rpartition(self.marker)
+            return next(iter(after.strip().splitlines()), "").strip() or None if marker else None
         return last_match(self.pattern, text) if self.pattern else text.strip()
 
     def __call__(self, text: str, expected: Any) -> Reward:
-        """What a completion is worth; an answer that is not found is worth nothing."""
+        """Reward of a completion; 0 if it has no answer in the required form."""
         answer = self.find(text)
         if answer is None:
             return Reward(0.0, False, {self.part: 0.0, "format": 0.0})
@@ -145,7 +147,7 @@ class AnswerReward:
         return Reward(worth.value + self.format_reward, worth.correct, parts)
 
     def compare(self, answer: str, expected: Any) -> Reward:
-        """What an answer is worth, its form aside; an error names the function and its line."""
+        """Reward of an answer without the part for its form; an error names function and line."""
         function = resolve(self.name, REWARDS, what="reward")
         try:
             worth = function(answer, self.expected(expected), **self.kwargs)
@@ -160,7 +162,7 @@ class AnswerReward:
 
     @property
     def part(self) -> str:
-        """What the log calls it."""
+        """Name of this part of the reward in the log."""
         return self.name.rpartition(":")[2]
 
 
@@ -170,7 +172,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def check_pattern(pattern: str, *, setting: str, needs_group: bool = False) -> None:
-    """Refuse a pattern that `last_match` could find no one answer with."""
+    """Refuse a pattern with which `last_match` could not find a single answer."""
     try:
         groups = re.compile(pattern).groups
     except re.error as error:
@@ -183,7 +185,7 @@ def check_pattern(pattern: str, *, setting: str, needs_group: bool = False) -> N
 
 
 def last_match(pattern: str, text: str) -> str | None:
-    """What the pattern matches last, or its group if it has one; None if that is nothing.
+    """The last match of a pattern, or its group if it has one; None if there is none.
 
     Example:
         >>> last_match(r"= (\\d+)", "6 + 8 = 14, 14 + 1 = 15.")

@@ -1,6 +1,7 @@
 """Arithmetic with a tool that does one operation at a time: "47+85-12" → 47+85, 132-12, answer 120.
 
-The model cannot add; it learns to ask, to carry on from what it was told, and not to stop early.
+The model cannot add. It learns to call the tool, to continue from its result, and not to stop
+early.
 """
 
 import random
@@ -34,7 +35,7 @@ class Calculator(QuestionTask):
         """How often a demonstration stops before a subtraction and answers what it has so far."""
 
         def __post_init__(self) -> None:
-            # By name: with slots, the class that super() knows is not the one that is used.
+            # With slots a dataclass is made twice, so super() refers to another class.
             QuestionTask.Config.__post_init__(self)
             if not 1 <= self.min_operations <= self.max_operations:
                 raise ValueError(
@@ -62,9 +63,9 @@ class Calculator(QuestionTask):
     def question(self, rng: random.Random) -> str:
         low, high = 10 ** (self.config.digits - 1), 10**self.config.digits - 1
         operations = rng.randint(self.config.min_operations, self.config.max_operations)
-        while True:  # ends: with every sign a + any numbers will do
+        while True:  # ends: if all signs are +, any numbers fit
             signs = [rng.choice("+-") for _ in range(operations)]
-            # Several numbers for the same signs, or a - would be rare.
+            # Several tries with the same signs, or a - would be rare.
             for _ in range(20):
                 numbers = [f"{sign}{rng.randint(low, high)}" for sign in ["", *signs]]
                 question = "".join(numbers)
@@ -76,7 +77,7 @@ class Calculator(QuestionTask):
         return str(list(_steps(question))[-1][1])
 
     def demonstration(self, example: Example, rng: random.Random) -> list[Message]:
-        """A teacher who asks for one operation after the other, but is hasty before a subtraction:
+        """Tool calls for one operation after the other, often ended too early before a subtraction:
         the form is right, and the mistake has a pattern that an exact reward can undo."""
         messages: list[Message] = []
         hasty = rng.random() < self.config.hasty

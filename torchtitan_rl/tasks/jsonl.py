@@ -1,4 +1,4 @@
-"""Questions and answers of a file, a JSON object a line: a task of your own without any code."""
+"""Task made of a file of questions and answers, one JSON object per line; needs no code."""
 
 import hashlib
 import os
@@ -21,10 +21,10 @@ from torchtitan_rl.tasks.task import Example, Reward, Task, is_heldout
 
 
 class Jsonl(Task):
-    """Asks the questions of a file, in an order that every epoch shuffles anew.
+    """Questions of a file, shuffled anew in every epoch.
 
-    The file is read when the first example is asked for, so only where examples are made: a grader,
-    on whatever machine, needs none.
+    The file is read when the first example is needed, so only by the process that makes examples: a
+    grader on another machine needs no file.
 
     Example:
         Jsonl.Config(path="sums.jsonl", reward=AnswerReward(name="numeric", marker="Answer:"))
@@ -34,22 +34,24 @@ class Jsonl(Task):
     class Config(Task.Config):
         name: str = "jsonl"
         path: str = ""
-        """File with a JSON object a line; from the folder in which the run is started."""
+        """File with one JSON object per line; relative to the folder in which the run is
+        started."""
         question_field: str = "question"
-        """Field of a line that is asked."""
+        """Field of a line with the question."""
         answer_field: str = "answer"
-        """Field of a line that is expected."""
+        """Field of a line with the expected answer."""
         instructions: str = ""
         """System message; none if it is empty."""
         reward: AnswerReward = field(default_factory=AnswerReward)
-        """Where the answer is in a completion, and what it is worth."""
+        """How the answer is found in a completion, and what it is worth."""
         heldout_path: str = ""
         """File of questions for evaluation; none of them is trained on, whichever file it is in."""
         heldout_share: float = 0.1
-        """Without such a file: share of all questions that is kept for evaluation."""
+        """Share of all questions that is kept for evaluation, if there is no file for it."""
 
         def __post_init__(self) -> None:
-            # Here, in the process that was started by hand: others may run in other folders.
+            # Made absolute here, in the process that the user has started: others may run
+            # elsewhere.
             for name in ("path", "heldout_path"):
                 if given := getattr(self, name):
                     setattr(self, name, os.path.abspath(os.path.expanduser(given)))
@@ -60,7 +62,7 @@ class Jsonl(Task):
             if self.question_field == self.answer_field:
                 raise ValueError(
                     f"task.question_field and task.answer_field are both {self.answer_field!r}: "
-                    "the model would be told the answer"
+                    "the model would see the answer"
                 )
 
     config: Config
@@ -106,7 +108,7 @@ class Jsonl(Task):
 
     @cached_property
     def _split(self) -> tuple[list[Question], list[Question]]:
-        """The questions to train on, as in the file, and those for evaluation, in a fixed order."""
+        """Questions to train on, in the file's order, and held-out questions, in a fixed order."""
         path, share = self.config.path, self.config.heldout_share
         if not path:
             raise QuestionFileError(
@@ -117,7 +119,7 @@ class Jsonl(Task):
             heldout = {q.text: q for q in reversed(self._read(self.config.heldout_path))}
         else:
             heldout = {q.text: q for q in reversed(questions) if is_heldout(q.text, share)}
-        # By their text: a question that stands in the file twice must not be on both sides.
+        # By their text: a question that is in the file twice must not be on both sides.
         train = [question for question in questions if question.text not in heldout]
         self._check_split(train, list(heldout), questions)
         return train, sorted(heldout.values(), key=lambda question: _rank(question.text))
@@ -154,7 +156,7 @@ class Jsonl(Task):
             )
 
     def _try_reward(self, question: Question) -> None:
-        """A function of the user's is called once before anything starts."""
+        """Call a reward function of the user's once, before any process starts."""
         reward = self.config.reward
         if reward.own:
             try:
@@ -166,7 +168,7 @@ class Jsonl(Task):
 
 @lru_cache(maxsize=8)  # an epoch and its neighbour, of each task of a mixture
 def shuffled(count: int, key: str) -> "array[int]":
-    """The numbers below `count` in an order that is a function of the key.
+    """The numbers below `count`, in an order that depends on the key alone.
 
     Example:
         >>> sorted(shuffled(5, "0/jsonl/0"))
@@ -178,5 +180,5 @@ def shuffled(count: int, key: str) -> "array[int]":
 
 
 def _rank(question: str) -> bytes:
-    """Decides which are evaluated first: a function of the question, so of no order in a file."""
+    """Sort key of held-out questions: depends on the question, not on its position in a file."""
     return hashlib.blake2b(question.encode(), digest_size=8, salt=b"evaluation").digest()

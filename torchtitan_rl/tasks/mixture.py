@@ -1,4 +1,4 @@
-"""Several tasks in one run."""
+"""Task made of several tasks."""
 
 import random
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from torchtitan_rl.tasks.task import Example, Reward, Task
 
 
 class Mixture(Task):
-    """Prompts of several tasks, drawn by weight; everything else is each task's own business.
+    """Prompts of several tasks, drawn by weight; each task grades its own samples.
 
     Example:
         Mixture.Config(tasks=[Calculator.Config(), Spelling.Config()], weights=[3.0, 1.0])
@@ -20,9 +20,9 @@ class Mixture(Task):
     class Config(Task.Config):
         name: str = "mixture"
         tasks: list[Task.Config] = field(default_factory=list)
-        """What is mixed; no two may have the same name."""
+        """Tasks that are mixed; no two may have the same name."""
         weights: list[float] = field(default_factory=list)
-        """How often prompts of each are drawn, relative to each other; empty: all alike."""
+        """Relative frequency of each task's prompts; empty: all alike."""
 
         def __post_init__(self) -> None:
             if not self.tasks:
@@ -63,7 +63,7 @@ class Mixture(Task):
         return replace(task.train_example(index), task=task.name)
 
     def heldout_examples(self, count: int) -> list[Example]:
-        """Each task's share of them by weight, and at least one."""
+        """Held-out examples of every task: a share by weight, and at least one."""
         total = sum(self._weights)
         bounds = [0.0]
         for weight in self._weights:

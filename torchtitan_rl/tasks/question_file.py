@@ -1,4 +1,4 @@
-"""Files of questions and answers: a JSON object a line. What is wrong is said all at once."""
+"""Reading files of questions, one JSON object per line; one error names all bad lines."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ import msgspec
 from torchtitan_rl.core.plugins import nearest
 
 MOST_PROBLEMS = 10
-"""Bad lines that an error names; of the others it says how many there are."""
+"""Most bad lines that an error names; the others are counted."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -20,7 +20,7 @@ class QuestionFileError(ValueError):
 
 @dataclass(slots=True, frozen=True)
 class Question:
-    """A line of the file."""
+    """One line of a file of questions."""
 
     text: str
     answer: Any
@@ -34,7 +34,7 @@ def read_questions(
     answer_field: str,
     check_answer: Callable[[Any], None],
 ) -> list[Question]:
-    """All questions of a file, or an error that names its bad lines. Empty lines do not count.
+    """All questions of a file, or an error that names its bad lines. Empty lines are ignored.
 
     `check_answer` raises a ValueError for an answer that no completion could match.
 
@@ -67,7 +67,7 @@ def read_questions(
 
 
 def check_text(answer: Any) -> None:
-    """Refuse what is neither text nor a number."""
+    """Refuse an answer that is neither text nor a number."""
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise ValueError(
             f"the answer is {_kind(answer)}; expected text or a number (only a reward of your own "
@@ -123,7 +123,7 @@ def _fields(line: dict[str, Any], question_field: str, answer_field: str) -> tup
 
 
 def _kind(value: Any) -> str:
-    """What JSON calls it."""
+    """Name of a JSON value's type."""
     match value:
         case None:
             return "null"

@@ -1,4 +1,4 @@
-"""Tasks whose questions are drawn at random, with an answer to find, usually behind `[ANSWER]`."""
+"""Tasks whose questions are drawn at random; the model's answer follows `[ANSWER]`."""
 
 import random
 from abc import abstractmethod
@@ -13,16 +13,16 @@ _MOST_DRAWS = 100_000
 
 
 class QuestionTask(Task):
-    """Subclasses draw a question and say what answers it."""
+    """Base of tasks that draw a question at random and know its answer."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Task.Config):
         heldout_share: float = 0.1
         """Share of all questions that is kept for evaluation."""
         format_reward: float = 0.1
-        """Reward for an answer in the form that is asked for; a right one earns 1 besides."""
+        """Reward for an answer in the required form; a right answer earns 1 in addition."""
         instructions: str = ""
-        """System message; a pretrained model needs to be told what is asked of it."""
+        """System message that explains the task to a pretrained model; none if it is empty."""
 
         def __post_init__(self) -> None:
             if not 0 < self.heldout_share < 1:
@@ -32,19 +32,19 @@ class QuestionTask(Task):
 
     @abstractmethod
     def question(self, rng: random.Random) -> str:
-        """Any question."""
+        """Draw a question."""
 
     @abstractmethod
     def expected(self, question: str) -> Any:
-        """Its answer."""
+        """The answer to a question."""
 
     def train_example(self, index: int) -> Example:
         return self._example(self._draw(random.Random(f"{self.seed}/train/{index}"), "train"))
 
     def heldout_examples(self, count: int) -> list[Example]:
         rng = random.Random("heldout")
-        questions: dict[str, None] = {}  # a set that keeps its order
-        for _ in range(20 * count + 1000):  # far more than it takes if there are enough
+        questions: dict[str, None] = {}  # an ordered set
+        for _ in range(20 * count + 1000):  # far more draws than needed if there are enough
             if len(questions) == count:
                 return [self._example(question) for question in questions]
             questions[self._draw(rng, "heldout")] = None
@@ -78,5 +78,5 @@ class QuestionTask(Task):
         return Reward(sum(parts.values()), answer == expected, parts)
 
     def read_answer(self, text: str) -> str | None:
-        """The answer that a text ends in, if it does."""
+        """The answer at the end of a text, or None if there is none in the required form."""
         return text.rpartition("[ANSWER] ")[2].strip() or None if "[ANSWER] " in text else None

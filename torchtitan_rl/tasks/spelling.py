@@ -1,7 +1,7 @@
-"""Spelling by a tool that knows the radio alphabet: "cab" → "[ANSWER] charlie alfa bravo".
+"""Spelling with a tool that knows the radio alphabet: "cab" → "[ANSWER] charlie alfa bravo".
 
-What the tool says follows from what it is asked, so a model that echoes its answers can learn to
-foretell them: `echo_nll` falls towards 0.
+The tool's result follows from its argument, so a model that echoes results can learn to predict
+them: `echo_nll` falls towards 0.
 """
 
 import random
@@ -60,7 +60,7 @@ class Spelling(QuestionTask):
         return self.spell(question)
 
     def demonstration(self, example: Example, rng: random.Random) -> list[Message]:
-        """A teacher who asks the tool, and then tends to forget the last of many words."""
+        """A tool call and an answer that often leaves out the last of many words."""
         question = example.messages[-1]["content"]
         said = self.spell(question)
         words = said.split()

@@ -21,15 +21,15 @@ class SumDigits(QuestionTask):
         digits: int = 2
         """Digits of each number."""
         prompt: str = "{}"
-        """What the model is asked, with the numbers in place of {}."""
+        """Question of the model, with the numbers in place of {}."""
         answer: str = r"\[ANSWER\] (\d+)\s*$"
-        """Regular expression of an answer in the form that is asked for: the sum is its group,
-        where it matches last."""
+        """Regular expression of an answer in the required form; the sum is the group of its last
+        match."""
         forgotten_carries: float = 0.7
         """How often a demonstration forgets the carry when its sum passes nineteen."""
 
         def __post_init__(self) -> None:
-            # By name: with slots, the class that super() knows is not the one that is used.
+            # With slots a dataclass is made twice, so super() refers to another class.
             QuestionTask.Config.__post_init__(self)
             if not 1 <= self.min_numbers <= self.max_numbers:
                 raise ValueError(
@@ -61,15 +61,15 @@ class SumDigits(QuestionTask):
         return sum(int(c) for c in question if c.isdigit())
 
     def read_answer(self, text: str) -> str | None:
-        # As text: the digits are the model's, and may be thousands.
+        # As text: the model may write thousands of digits.
         found = last_match(self.config.answer, text)
         return (found.lstrip("0") or "0") if found else None
 
     def demonstration(self, example: Example, rng: random.Random) -> str:
-        """Running sums by a teacher who is sure up to nineteen and then tends to forget a carry.
+        """Running sums that are right up to nineteen and then often forget a carry.
 
-        Such a teacher is what real models start from: the form is right, the answers are so in
-        part, and the mistakes have a pattern that an exact reward can undo.
+        Real models start like this: the form is right, the answers are right in part, and the
+        mistakes have a pattern that an exact reward can undo.
         """
         forgets = rng.random() < self.config.forgotten_carries
         running, sums = 0, []

@@ -1,7 +1,7 @@
-"""What a task is: where prompts come from and what a sample is worth.
+"""Base class of tasks: where prompts come from and what a sample is worth.
 
-A task is a class with three methods and a nested `Config`; see `sum_digits.py` for one in full, and
-`calculator.py` for one with tools.
+A task is a class with three methods and a nested `Config`; see `sum_digits.py` for a complete one,
+and `calculator.py` for one with tools.
 """
 
 import hashlib
@@ -22,31 +22,33 @@ from torchtitan_rl.tasks.tools.tool import Tool, find_tools
 
 @dataclass(slots=True)
 class Example:
-    """One prompt, as chat messages, and what the reward function will be told."""
+    """One prompt, as chat messages, and the expected answer for the reward function."""
 
     messages: list[Message]
     expected_answer: Any
     state: dict[str, Any] = field(default_factory=dict)
-    """What tools and answers may read and change; every conversation has a copy of its own."""
+    """State that tools and `Task.answer` may read and change; each conversation has its own
+    copy."""
     task: str = ""
-    """Whose example it is, where several tasks are mixed; a mixture fills it in."""
+    """Name of the example's task, set by a mixture of tasks."""
 
 
 @dataclass(slots=True)
 class Reward:
-    """What one sample is worth."""
+    """Reward of one sample."""
 
     value: float
     correct: bool
-    """Counts towards accuracy."""
+    """Whether the sample counts as correct in the accuracy."""
     parts: dict[str, float] = field(default_factory=dict)
     """Named parts of the value, for the log only."""
 
 
 class Task(Configurable, ABC):
-    """Subclass this, name it in `Config.name`, and use it in a recipe.
+    """Base class of tasks: subclass it, name the task in `Config.name`, and use it in a recipe.
 
-    Examples are a function of their index, so a resumed run sees exactly what it would have seen.
+    Examples depend on their index alone, so a resumed run sees exactly the examples that it would
+    have seen.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -75,7 +77,7 @@ class Task(Configurable, ABC):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         defined = [name for name in cls.__dict__ if not name.startswith("_")]
-        # Nothing defined: a class of a notebook that is being unpickled, which is filled later.
+        # Nothing defined: a notebook's class that is being unpickled, and gets its methods later.
         if defined and "Config" not in defined:
             raise TypeError(
                 f"task {cls.__name__} needs a Config of its own, or {cls.__mro__[1].__name__} is "
@@ -90,13 +92,14 @@ class Task(Configurable, ABC):
 
     @property
     def name(self) -> str:
+        """Name of the task in metrics, logs and errors."""
         return self.config.name
 
     @abstractmethod
     def train_example(self, index: int) -> Example:
         """Example `index` of an endless stream; never one that `heldout_examples` can return.
 
-        A warm start asks for negative indices, so that the run itself sees other examples.
+        A warm start uses negative indices, so that the run itself sees other examples.
         """
 
     @abstractmethod
@@ -108,43 +111,44 @@ class Task(Configurable, ABC):
     def reward(
         self, completions: Sequence[Rollout], expected_answer: Any
     ) -> Sequence[Reward | float]:
-        """The worth of each sample of one prompt group, in order: `text` is what the model said
-        last, `messages` the whole conversation, `state` what the tools made of the example's.
+        """Rewards of the samples of one prompt group, in order.
 
-        A plain float is a reward with no parts that counts as correct from 1.0 up.
+        `text` of a sample is the model's last message, `messages` the whole conversation, `state`
+        the example's state as the tools have left it. A plain float is a reward without parts that
+        counts as correct from 1.0 up.
         """
 
     def all_examples(self) -> Iterable[tuple[str, Example]]:
-        """All examples of a task that has only so many, each with where it is from, so that one
-        that is too long is found before the run. None: there is no end of them."""
+        """All examples of a finite task, each with where it comes from, so that one that is too
+        long is found before the run; empty for a task without end."""
         return ()
 
     def answer(self, messages: list[Message], state: dict[str, Any]) -> list[Message]:
-        """What the model is told next when it has called no tool; nothing ends the conversation.
+        """Messages that answer the model when it has called no tool; none ends the conversation.
 
-        `state` may be changed. Only needed for tasks in which someone answers, such as a user.
+        `state` may be changed. Only needed for tasks in which somebody answers, such as a user.
         """
         return []
 
     def demonstration(self, example: Example, rng: random.Random) -> str | list[Message]:
-        """What to imitate, for a supervised warm start: the model's words, or all messages that
-        follow the prompt. Only needed for that."""
+        """A demonstration for a supervised warm start: the model's text, or all messages that
+        follow the prompt. Only needed for a warm start."""
         raise NotImplementedError(
             f"task {self.name!r} has no demonstrations; define `demonstration` or start from a "
             "model that needs no warm start"
         )
 
     def members(self) -> dict[str, "Task"]:
-        """The tasks this one is made of, by name: itself, unless it is a mixture."""
+        """Tasks that a mixture is made of, by name; any other task has itself alone."""
         return {self.name: self}
 
     @cached_property
     def tools(self) -> dict[str, Tool]:
-        """Its methods marked `@tool`, by name."""
+        """Methods of the task that are marked `@tool`, by name."""
         return find_tools(self)
 
     def check(self) -> None:
-        """Refuse settings that can do nothing, before anything starts."""
+        """Refuse settings without effect, before any process starts."""
         echo = self.config.echo.tool if self.config.echo else None
         if echo and not self.tools:
             raise ValueError(f"echo.tool of task {self.name!r}: it has no tools")
@@ -157,13 +161,13 @@ class Task(Configurable, ABC):
 
     @cached_property
     def shown_tools(self) -> list[dict[str, Any]] | None:
-        """Specs of the tools that its prompts describe."""
+        """Descriptions of the tools for the prompt; None if prompts describe none."""
         specs = [tool.spec for tool in self.tools.values()] if self.config.show_tools else []
         return specs or None
 
     @cached_property
     def answers(self) -> bool:
-        """Whether it may have something to say when the model has called no tool."""
+        """Whether the task may answer the model when it has called no tool."""
         return type(self).answer is not Task.answer
 
     @property
@@ -173,7 +177,7 @@ class Task(Configurable, ABC):
 
 
 def is_heldout(question: str, share: float) -> bool:
-    """Whether a question belongs to evaluation: decided by its hash, so by no seed and no order.
+    """Whether a question is held out for evaluation; decided by its hash, not by seed or order.
 
     Example:
         >>> sum(is_heldout(str(i), 0.1) for i in range(10_000)) in range(900, 1100)

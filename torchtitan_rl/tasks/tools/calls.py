@@ -1,4 +1,4 @@
-"""Making one call of a tool, or of `Task.answer`: what the environment asks, and what it is told.
+"""One call of a tool, or of `Task.answer`: the request, making the call, and its result.
 
 Whatever a tool does or returns becomes a `Result`. The same code runs in a worker process and, for
 `async def` tools, on the environment's own event loop.
@@ -21,61 +21,61 @@ from torchtitan_rl.tasks.tools.tool import ArgumentsError, Tool
 LENGTH = struct.Struct("!Q")
 """Precedes every pickle between the environment and a worker."""
 MOST_TRACEBACKS = 3
-"""Of one tool and one kind of error that a process writes to its log."""
+"""Most tracebacks that a process logs per tool and kind of error."""
 _LOGGED: Counter[tuple[str, str, str]] = Counter()
 ANSWERING_ROLES = ("user", "system", "tool")
-"""Who may answer the model."""
+"""Roles of messages that `Task.answer` may return."""
 MAX_ERROR_CHARS = 500
-"""Longest error the model is told: it must not push the task out of its context."""
+"""Longest error shown to the model: it must not push the task out of its context."""
 MAX_RESULT_BYTES = 2**26
-"""Largest result that leaves a worker: nearly all of it is state, and travels with every call."""
+"""Largest result of a worker; nearly all of it is state, which is sent with every call."""
 
 
 @dataclass(slots=True)
 class Call:
-    """A call that can be made: of a tool that exists, or of `Task.answer`."""
+    """Request for a call: of a tool that exists, or of `Task.answer`."""
 
     task: str
     tool: str | None
-    """None: `Task.answer`."""
+    """Name of the tool; None calls `Task.answer`."""
     state: dict[str, Any]
     arguments: Any = None
-    """Of a tool."""
+    """Arguments of the tool."""
     messages: list[Message] = field(default_factory=list)
-    """For an answer."""
+    """The conversation, for `Task.answer`."""
     max_chars: int = 8192
-    """A tool's result, or a message, is cut to so many."""
+    """Longest result of a tool, or message; the rest is cut off."""
 
 
 @dataclass(slots=True)
 class Result:
-    """What became of a call."""
+    """Result of a call."""
 
     outcome: Outcome
     text: str = ""
-    """What the tool returned, or what went wrong, as a sentence without its subject."""
+    """The tool's result, or the error, as a sentence without its subject."""
     state: dict[str, Any] = field(default_factory=dict)
-    """Afterwards, if the call succeeded."""
+    """The state after the call, if it succeeded."""
     messages: list[Message] = field(default_factory=list)
-    """What `Task.answer` returned."""
+    """Messages that `Task.answer` returned."""
 
 
 @dataclass(slots=True)
 class Offer:
-    """What a task offers to a conversation."""
+    """Tools of a task, and whether it answers the model."""
 
     tools: dict[str, bool]
-    """By name; whether they are `async def`."""
+    """Per tool, by name, whether it is `async def`."""
     answer: Literal["none", "sync", "async"]
 
     @property
     def waits(self) -> bool:
-        """Whether anything of it is `async def`."""
+        """Whether a tool or the answer is `async def`."""
         return any(self.tools.values()) or self.answer == "async"
 
 
 class Member:
-    """One task and what can be called of it."""
+    """A task in a worker, with what can be called."""
 
     def __init__(self, task: Task) -> None:
         self.task, self.tools = task, task.tools
@@ -90,7 +90,7 @@ class Member:
         return Offer({name: _is_async(tool) for name, tool in self.tools.items()}, answer)
 
     def begin(self, call: Call) -> Any:
-        """Call it. What comes back is the result, or for `async def` still to be awaited."""
+        """Start a call; returns the result, or for `async def` an awaitable."""
         if call.tool is None:
             return self.task.answer(call.messages, call.state)
         tool = self.tools[call.tool]
@@ -105,7 +105,7 @@ def _is_async(tool: Tool) -> bool:
 
 
 def make(members: dict[str, Member], call: Call) -> Result:
-    """Make a call; never raises."""
+    """Make a call and return its result; never raises."""
     try:
         returned = members[call.task].begin(call)
         if inspect.isawaitable(returned):
@@ -126,7 +126,7 @@ async def make_async(members: dict[str, Member], call: Call) -> Result:
 
 
 def _log(call: Call, error: BaseException) -> None:
-    """The first tracebacks of a kind: who wrote the tool wants to see them, but not a thousand."""
+    """Log the first tracebacks of each kind for the author of the tool."""
     kind = (call.task, call.tool or "answer", type(error).__name__)
     _LOGGED[kind] += 1
     if _LOGGED[kind] <= MOST_TRACEBACKS and not isinstance(error, ArgumentsError):
@@ -144,7 +144,7 @@ def _returned(call: Call, returned: Any) -> Result:
 
 
 def _not_messages(returned: Any) -> str:
-    """What is wrong with what `Task.answer` returned, or nothing."""
+    """Error in what `Task.answer` returned, or empty."""
     if not isinstance(returned, list):
         return shortened(repr(returned), 100)
     for message in returned:
@@ -164,7 +164,7 @@ def _cut_message(message: Message, max_chars: int) -> Message:
 
 
 def text_of(returned: Any, max_chars: int) -> str:
-    """A tool's result as the text that the model reads.
+    """Text of a tool's result for the model.
 
     Example:
         >>> [text_of(returned, 10) for returned in ("é", {"a": 1.5}, None, b"bytes", "x" * 99)]
@@ -181,22 +181,22 @@ def text_of(returned: Any, max_chars: int) -> str:
 
 
 def shortened(text: str, max_chars: int) -> str:
-    """Cut, with a note of what is missing; never invalid UTF-8."""
+    """Text cut to `max_chars`, with a note of how much is missing; never invalid UTF-8."""
     missing = len(text) - max_chars
     note = f"… [{missing} characters left out]" if missing > 0 else ""
     return clean(text[:max_chars]) + note
 
 
 def clean(text: str) -> str:
-    """Without lone surrogates, which no tokenizer and no file takes."""
+    """Text without lone surrogates, which no tokenizer and no file accepts."""
     return text.encode(errors="replace").decode()
 
 
 def failed(error: BaseException) -> Result:
-    """What the model is told of an exception: what it says, and no traceback."""
+    """Result of a call that raised: the exception's message, without a traceback."""
     try:
         said = str(error)
-    except Exception:  # written by whoever wrote the tool
+    except Exception:  # an exception class of the tool's author may fail here
         said = ""
     if isinstance(error, ArgumentsError):
         return Result("malformed", shortened(said, MAX_ERROR_CHARS))
@@ -206,7 +206,7 @@ def failed(error: BaseException) -> Result:
 
 
 def packed(result: Result) -> bytes:
-    """A result as it travels; one that cannot becomes one that says so."""
+    """Pickle of a result; one that cannot be pickled becomes a result that says so."""
     try:
         data = pickle.dumps(result)
     except Exception as error:  # anything may be in a state

@@ -1,4 +1,4 @@
-"""Tools of a task: methods that the model may call."""
+"""Tools: methods of a task that the model may call."""
 
 import inspect
 from collections.abc import Callable
@@ -11,25 +11,25 @@ _MARK = "__torchtitan_rl_tool__"
 
 
 class ArgumentsError(ValueError):
-    """A call's arguments are not what the tool takes; the message is for the model."""
+    """Arguments of a call do not fit the tool; the message is for the model."""
 
 
 @dataclass(slots=True)
 class ToolCall:
-    """A call as the model wrote it."""
+    """A tool call as the model wrote it."""
 
     name: str
     arguments: Any
     problem: str = ""
-    """What is wrong with its form, if anything: such a call is answered, never made."""
+    """Error in the call's form, or empty; a malformed call is answered with it, never made."""
 
 
 @dataclass(slots=True)
 class Tool:
-    """A function the model may call, and how it is described to the model.
+    """A function that the model may call, and its description for the model.
 
-    Its arguments are those of the function, by name and type, without `state`: that one, if there
-    is one, is given the conversation's state, which the function may change.
+    Arguments of the tool are those of the function, by name and type, without `state`: an argument
+    of that name gets the conversation's state, which the function may change.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Tool:
 
     @property
     def spec(self) -> dict[str, Any]:
-        """OpenAI's form, as chat templates render it."""
+        """Description of the tool in OpenAI's format, which chat templates render."""
         parameters = self.schema.model_json_schema()
         parameters.pop("title", None)
         for entry in parameters.get("properties", {}).values():
@@ -54,7 +54,7 @@ class Tool:
         }
 
     def arguments(self, given: Any) -> dict[str, Any]:
-        """The arguments to call it with, checked and converted by their types."""
+        """Arguments for the function, checked and converted by their types."""
         if not isinstance(given, dict):
             raise ArgumentsError(f"arguments of {self.name} must be an object")
         try:
@@ -69,7 +69,7 @@ class Tool:
 
 
 def tool(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a method of a task as a tool; its docstring tells the model what it does.
+    """Mark a method of a task as a tool; its docstring describes it to the model.
 
     Example:
         @tool
@@ -82,7 +82,7 @@ def tool(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def find_tools(task: object) -> dict[str, Tool]:
-    """The tools of a task, by name; one that cannot be described is an error that names it."""
+    """Tools of a task, by name; a tool that cannot be described is an error that names it."""
     tools = {}
     for name, function in inspect.getmembers(type(task), callable):
         if getattr(function, _MARK, False):
@@ -106,7 +106,7 @@ def _describe(name: str, function: Callable[..., Any]) -> Tool:
         if parameter.annotation is parameter.empty:
             raise ValueError(f"give its argument {parameter.name!r} a type")
         default = ... if parameter.default is parameter.empty else parameter.default
-        # By an alias: an argument may have a name that a pydantic model uses for itself.
+        # Under an alias, as an argument may have a name that pydantic uses itself.
         field = pydantic.Field(default, alias=parameter.name)
         fields[f"argument_{len(fields)}"] = (parameter.annotation, field)
     schema = pydantic.create_model(name, __config__={"extra": "forbid"}, **fields)

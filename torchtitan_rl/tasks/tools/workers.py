@@ -1,4 +1,5 @@
-"""Worker processes that make tool calls, one at a time each; one that takes too long is killed."""
+"""Worker processes that make tool calls, one at a time each; a call that takes too long is
+killed."""
 
 import asyncio
 import contextlib
@@ -19,24 +20,25 @@ BUILD_SECONDS = 600.0
 START_SECONDS = 60.0
 """How long a fork may take, on a very busy machine."""
 STOP_SECONDS = 0.5
-"""How long a nursery gets to end by itself."""
+"""How long a fork server gets to end by itself."""
 MAX_OFFER_BYTES = 2**17
-"""More names of tools than any model could choose from."""
+"""Largest pickle of all offers: room for more tools than any model could choose from."""
 
 
 class ProcessEndedError(RuntimeError):
-    """The process of a call ended before the call did."""
+    """A worker process ended before its call did."""
 
 
 @dataclass(slots=True)
 class Worker:
-    """One process, idle or in the middle of a call."""
+    """One worker process, idle or in the middle of a call."""
 
     number: int
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
 
-    async def ask(self, request: bytes) -> Result:
+    async def request(self, request: bytes) -> Result:
+        """Send a pickled call and wait for its result."""
         try:
             self.writer.write(LENGTH.pack(len(request)) + request)
             await self.writer.drain()
@@ -50,10 +52,10 @@ class Worker:
 
 
 class Workers:
-    """Makes calls in processes that are forked on demand and used again.
+    """Pool of worker processes, forked on demand and reused.
 
-    Whoever uses it limits how many calls run at a time. No sandbox: a tool that runs what the model
-    has written must see to that itself.
+    The caller limits how many calls run at a time. There is no sandbox: a tool that runs code of
+    the model must provide one itself.
 
     Example:
         workers = Workers(Calculator.Config(), seed=0)
@@ -63,24 +65,26 @@ class Workers:
     """
 
     def __init__(self, task: Task.Config, *, seed: int) -> None:
-        # By value where needed: a task may come from a notebook.
+        # cloudpickle sends classes of a notebook by value.
         self._built_from = cloudpickle.dumps((task, seed))
         self._idle: list[Worker] = []
         self._started = 0
-        self._nursery: subprocess.Popen | None = None
+        self._server: subprocess.Popen | None = None
         self._starting = asyncio.Lock()
 
     async def start(self) -> dict[str, Offer]:
-        """Build the task where workers will be forked from; what its members offer, by name."""
+        """Start the fork server, which builds the task; returns the offers of its members, by
+        name."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         self._control = ours
-        # Not on a thread: while it builds, the kernel ends it with the thread that has started it.
+        # Not on another thread: the server's death signal fires when the thread that started it
+        # ends.
         with theirs:
-            self._nursery = _start_nursery(theirs)
+            self._server = _start_server(theirs)
         try:
             async with asyncio.timeout(BUILD_SECONDS):
-                await asyncio.to_thread(_hand_over, self._nursery, self._built_from)
+                await asyncio.to_thread(_send_task, self._server, self._built_from)
                 hello = await asyncio.get_running_loop().sock_recv(ours, MAX_OFFER_BYTES)
         except BaseException:
             self.close()
@@ -92,40 +96,42 @@ class Workers:
         return offers
 
     async def run(self, call: Call, seconds: float) -> Result:
-        """Make a call; raises TimeoutError if it takes longer, ProcessEndedError if it dies."""
+        """Make a call in a worker. Raises TimeoutError if it takes longer than `seconds`, and
+        ProcessEndedError if the worker dies."""
         request = pickle.dumps(call)
-        worker = await self._take()
+        worker = await self._free_worker()
         try:
             async with asyncio.timeout(seconds):
-                result = await worker.ask(request)
-        except BaseException:  # cancellation too: it is in the middle of a call
+                result = await worker.request(request)
+        except BaseException:  # also cancellation: the worker is in the middle of a call
             self._end(worker)
             raise
         self._idle.append(worker)
         return result
 
     def close(self) -> None:
-        """End the nursery and with it all workers."""
+        """End the fork server and with it all workers."""
         while self._idle:
             self._idle.pop().writer.close()
-        nursery, self._nursery = self._nursery, None
-        if nursery is None:
+        server, self._server = self._server, None
+        if server is None:
             return
-        self._control.close()  # at which it ends its workers and what they have started
+        self._control.close()  # at which the server ends its workers and what they have started
         try:
-            nursery.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:  # still busy with the task
-            nursery.kill()
-            nursery.wait()
+            server.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:  # still building the task
+            server.kill()
+            server.wait()
 
-    async def _take(self) -> Worker:
+    async def _free_worker(self) -> Worker:
+        """An idle worker, or a new one."""
         while self._idle:
             worker = self._idle.pop()
             if not worker.reader.at_eof():
                 return worker
-            self._end(worker)  # died while it had nothing to do
-        async with self._starting:  # a nursery forks one after the other anyway
-            if self._nursery is None or self._nursery.poll() is not None:
+            self._end(worker)  # died while it was idle
+        async with self._starting:  # the server forks one worker after the other anyway
+            if self._server is None or self._server.poll() is not None:
                 self.close()
                 await self.start()
             return await self._start_worker()
@@ -134,7 +140,7 @@ class Workers:
         self._started += 1
         ours, theirs = socket.socketpair()
         with theirs:
-            self._tell(f"+ {self._started}", theirs)
+            self._send(f"+ {self._started}", theirs)
         reader, writer = await asyncio.open_unix_connection(sock=ours)
         worker = Worker(self._started, reader, writer)
         try:
@@ -149,11 +155,12 @@ class Workers:
 
     def _end(self, worker: Worker) -> None:
         worker.writer.close()
-        self._tell(f"- {worker.number}")
+        self._send(f"- {worker.number}")
 
-    def _tell(self, message: str, *sockets: socket.socket) -> None:
-        """A nursery that cannot be told is dead or stuck: its workers go with it, others come."""
-        if self._nursery is None:
+    def _send(self, message: str, *sockets: socket.socket) -> None:
+        """Send a message to the fork server. If that fails it is dead or stuck: it is ended with
+        its workers, and the next call starts another."""
+        if self._server is None:
             return
         try:
             socket.send_fds(self._control, [message.encode()], [s.fileno() for s in sockets])
@@ -161,7 +168,7 @@ class Workers:
             self.close()
 
 
-def _start_nursery(control: socket.socket) -> subprocess.Popen:
+def _start_server(control: socket.socket) -> subprocess.Popen:
     path = os.pathsep.join(path or os.getcwd() for path in sys.path)
     return subprocess.Popen(
         [
@@ -173,12 +180,12 @@ def _start_nursery(control: socket.socket) -> subprocess.Popen:
         ],
         stdin=subprocess.PIPE,
         pass_fds=[control.fileno()],
-        # What a tool prints must be in the log before its worker is killed.
+        # Unbuffered, so that what a tool prints is in the log before its worker is killed.
         env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
     )
 
 
-def _hand_over(nursery: subprocess.Popen, task: bytes) -> None:
-    assert nursery.stdin is not None
-    with contextlib.suppress(BrokenPipeError), nursery.stdin:  # its silence will be noticed
-        nursery.stdin.write(task)
+def _send_task(server: subprocess.Popen, task: bytes) -> None:
+    assert server.stdin is not None
+    with contextlib.suppress(BrokenPipeError), server.stdin:  # `start` notices a dead server
+        server.stdin.write(task)
