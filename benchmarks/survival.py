@@ -29,7 +29,7 @@ RECOVERY_SECONDS = 120
 async def kill_at_random(controller: Controller, recoveries: list[float]) -> None:
     """Each time until the successor of the dead one has the weights and takes work."""
     rng = random.Random(0)
-    replicas = controller.actors.generators.replicas
+    replicas = controller.actors.generators.pool.replicas
     for _ in range(KILLS):
         await asyncio.sleep(rng.uniform(0.5, 4.0))
         victim = rng.choice(replicas)
@@ -80,7 +80,7 @@ async def survive(folder: Path, *, replicas: int, ahead: int) -> None:
     expected = len(rows) * config.prompts_per_step * config.generator.sampling.n
     for metric, value in {
         "steps": len(rows),
-        "deaths": controller.actors.generators.deaths.total,
+        "deaths": controller.actors.generators.pool.deaths.total,
         "worst_recovery_s": max(recoveries),
         "samples_lost": expected - len(samples),
         "samples_twice": samples.total() - len(samples),

@@ -9,9 +9,10 @@ from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionErr
 from monarch.actor import ActorError
 
 from tests.virtual_time import run
+from torchtitan_rl.actors.interfaces import SampleRequest
 from torchtitan_rl.config.sampling import SamplingConfig
+from torchtitan_rl.core.errors import ActorBrokenError
 from torchtitan_rl.core.types import Completion
-from torchtitan_rl.engines.vllm.engine import EngineDiedError
 from torchtitan_rl.supervision.generators import Generators
 from torchtitan_rl.weight_sync.handle import WeightHandle
 
@@ -106,26 +107,28 @@ class Process:
             if how == 0:
                 raise SupervisionError("its process died")
             if how == 1:
-                raise EngineDiedError("the engine died")
+                raise ActorBrokenError("the engine died")
             if how == 2:
-                raise ActorError(EngineDiedError("the engine died"))
+                raise ActorError(ActorBrokenError("the engine died"))
             await asyncio.Event().wait()
         if world.happens(refuse):
             raise ActorError(RuntimeError("refused"))
 
-    async def generate(self, prompts, *, sampling_config, group_ids):
+    async def generate(self, prompts, *, sampling_config, group_ids, sample_numbers):
         self.world.stale |= self.version < self.world.pulled
         self.world.calls.append((self.number, group_ids))
         version = self.version
         await self.answer(refuse=self.world.refuse)
         if any(DEADLY in prompt for prompt in prompts):
-            raise ActorError(EngineDiedError("the engine died"))
+            raise ActorError(ActorBrokenError("the engine died"))
         if any(BAD in prompt for prompt in prompts):
             raise ActorError(ValueError("a bad prompt"))
+        assert {sampling.n for sampling in sampling_config} == {1}
         return [
-            Completion(version, index, prompt, "", [1], None, "stop")
-            for index, (prompt, sampling) in enumerate(zip(prompts, sampling_config, strict=True))
-            for _ in range(sampling.n)
+            Completion(version, index, prompt, f"{name} {number}", [1], None, "stop")
+            for index, (prompt, name, number) in enumerate(
+                zip(prompts, group_ids, sample_numbers, strict=True)
+            )
         ]
 
     async def pull_weights(self, handle):
@@ -138,12 +141,18 @@ class Process:
 
 
 def sample(generators, prompts, n=2, name="group"):
-    names = [f"{name} {i}" for i in range(len(prompts))]
-    return generators.sample(prompts, [SamplingConfig(n=n)] * len(prompts), names)
+    """`n` samples of each prompt; each prompt is of a group of its own."""
+    return generators.sample(
+        [
+            SampleRequest(prompt, SamplingConfig(), f"{name} {i}", f"{name} {i}", number)
+            for i, prompt in enumerate(prompts)
+            for number in range(n)
+        ]
+    )
 
 
 def loads(generators):
-    return [replica.load for replica in generators.replicas]
+    return [replica.load for replica in generators.pool.replicas]
 
 
 def in_virtual_time(world, count, scenario, **options):
@@ -156,12 +165,12 @@ def in_virtual_time(world, count, scenario, **options):
             await scenario(generators)
         finally:
             await generators.stop()
-            while any(replica.processes for replica in generators.replicas):
+            while any(replica.processes for replica in generators.pool.replicas):
                 await generators.stop()  # some could not be ended
         await asyncio.sleep(0)
         assert not world.stale
         assert loads(generators) == [0] * count
         assert all(process.ended for process in world.made)
-        assert not generators._tasks
+        assert not generators.pool._tasks
 
     run(main())

@@ -73,7 +73,7 @@ async def test_generation_runs_ahead_and_survives_its_generators(tmp_path, tiny_
     async def kill(controller):
         generators = controller.actors.generators
         await asyncio.sleep(rng.uniform(0.2, 1.0))
-        for process in generators.replicas[rng.randrange(2)].spawned.processes:
+        for process in generators.pool.replicas[rng.randrange(2)].spawned.processes:
             process.kill()
 
     rows, controller = await steps(config, 6, kill)
@@ -81,8 +81,9 @@ async def test_generation_runs_ahead_and_survives_its_generators(tmp_path, tiny_
     assert all(row["episodes"] == 16 for row in rows)
     assert all(row["mismatch/all/max"] <= 1e-4 for row in rows if row["policy_age/all/max"] == 0)
     assert max(row["policy_age/all/max"] for row in rows) == 1
-    assert sum(row["generators/died"] for row in rows) == controller.actors.generators.deaths.total
-    assert controller.actors.generators.deaths.total >= 1
+    deaths = controller.actors.generators.pool.deaths.total
+    assert sum(row["generators/died"] for row in rows) == deaths
+    assert deaths >= 1
     assert all(row["groups/dropped/all"] == 0 for row in rows)
     assert not (tmp_path / "run" / "logs" / "failures.jsonl").exists()
 

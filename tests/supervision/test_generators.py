@@ -6,14 +6,16 @@ from collections import Counter
 
 import pytest
 
+from torchtitan_rl.actors.interfaces import SampleRequest
 from torchtitan_rl.actors.simulated import SimulatedGenerator
 from torchtitan_rl.config.sampling import SamplingConfig
 from torchtitan_rl.core.types import Completion
 from torchtitan_rl.supervision.calls import WorkerDiedError
-from torchtitan_rl.supervision.generators import Generators, GeneratorsDiedError
+from torchtitan_rl.supervision.generators import Generators
+from torchtitan_rl.supervision.pool import ActorsDiedError
 from torchtitan_rl.supervision.spawn import spawn_generator
 
-SAMPLING = SamplingConfig(n=2, max_tokens=16)
+SAMPLING = SamplingConfig(max_tokens=16)
 CONFIG = SimulatedGenerator.Config(sampling=SAMPLING, seconds_per_token=0.01, threads=1)
 
 
@@ -29,51 +31,59 @@ async def generators(tiny_model):
 
 
 def sample(generators, count, sampling=SAMPLING, turn=""):
-    names = [f"group {i}" for i in range(count)]
-    prompts = [[5, 6, i % 100] for i in range(count)]
-    return generators.sample(prompts, [sampling] * count, [n + turn for n in names], names)
+    return generators.sample(
+        [
+            SampleRequest([5, 6, i], sampling, f"group {i}", f"group {i}{turn}", number)
+            for i in range(count)
+            for number in range(2)
+        ]
+    )
 
 
 def ids(completions):
-    return [(c.prompt_idx, c.token_ids) for c in completions]
+    return [(c.prompt_token_ids, c.token_ids) for c in completions]
+
+
+def prompts(count):
+    return [[5, 6, i] for i in range(count) for _ in range(2)]
 
 
 async def test_work_is_shared_and_comes_back_in_order(generators):
     completions = await sample(generators, 6)
-    assert [c.prompt_idx for c in completions] == [i for i in range(6) for _ in range(2)]
-    assert [c.prompt_token_ids[2] for c in completions] == [i for i in range(6) for _ in range(2)]
-    homes = Counter(replica.number for replica in generators._homes.values())
+    assert [c.prompt_token_ids for c in completions] == prompts(6)
+    assert len({tuple(c.token_ids) for c in completions}) == 12
+    homes = Counter(replica.number for replica in generators.router.homes.values())
     assert homes == {0: 3, 1: 3}
-    assert [replica.load for replica in generators.replicas] == [0, 0]
+    assert [replica.load for replica in generators.pool.replicas] == [0, 0]
     # A later turn goes where its prefix is, however loaded.
-    before = dict(generators._homes)
+    before = dict(generators.router.homes)
     await sample(generators, 6, turn="/0/1")
-    assert dict(generators._homes) == before
+    assert dict(generators.router.homes) == before
 
 
 async def test_a_killed_generator_is_replaced_and_nothing_is_lost(generators):
     whole = await sample(generators, 12)
-    long = SamplingConfig(n=2, max_tokens=100)
+    long = SamplingConfig(max_tokens=100)
     under_way = asyncio.ensure_future(sample(generators, 12, long))
-    while not any(replica.load for replica in generators.replicas):
+    while not any(replica.load for replica in generators.pool.replicas):
         await asyncio.sleep(0.01)
-    victim = generators.replicas[1].spawned
+    victim = generators.pool.replicas[1].spawned
     for process in victim.processes:
         process.kill()
     made = await under_way
-    assert [c.prompt_idx for c in made] == [i for i in range(12) for _ in range(2)]
+    assert [c.prompt_token_ids for c in made] == prompts(12)
     assert all(len(c.token_ids) <= 100 for c in made)
-    assert generators.deaths.total == 1
-    for process in generators.replicas[0].spawned.processes:  # it is idle: no call tells of it
+    assert generators.pool.deaths.total == 1
+    for process in generators.pool.replicas[0].spawned.processes:  # it is idle: no call tells of it
         process.kill()
     async with asyncio.timeout(60):
-        while generators.deaths.total < 2 or len(generators._alive) < 2:
+        while generators.pool.deaths.total < 2 or len(generators.pool.alive) < 2:
             await asyncio.sleep(0.05)
-    assert generators.replicas[1].spawned is not victim
-    assert generators.deaths.total == 2
+    assert generators.pool.replicas[1].spawned is not victim
+    assert generators.pool.deaths.total == 2
     # The same samples as ever: seeds belong to groups, not to generators.
     assert ids(await sample(generators, 12)) == ids(whole)
-    assert generators.deaths.in_a_row == 0
+    assert generators.pool.deaths.in_a_row == 0
 
 
 async def test_generators_that_only_die_end_the_run_with_a_reason():
@@ -92,7 +102,7 @@ async def test_generators_that_only_die_end_the_run_with_a_reason():
 
     doomed = Generators(spawn, 2, most_deaths_in_a_row=3)
     await doomed.start()
-    with pytest.raises(GeneratorsDiedError, match=r"one after the other.*out of memory"):
+    with pytest.raises(ActorsDiedError, match=r"one after the other.*out of memory"):
         async with asyncio.timeout(10):
             await sample(doomed, 4)
     await doomed.stop()
@@ -120,7 +130,7 @@ async def test_one_that_cannot_be_started_again_is_told_to_who_waits():
 
     doomed = Generators(spawn, 1)
     await doomed.start()
-    with pytest.raises(GeneratorsDiedError, match="no memory left"):
+    with pytest.raises(ActorsDiedError, match="no memory left"):
         async with asyncio.timeout(10):
             await sample(doomed, 1)
 
@@ -148,7 +158,7 @@ async def test_one_that_cannot_be_replaced_does_not_end_the_others():
         def generate(self):
             return self
 
-        async def call_one(self, prompts, *, sampling_config, group_ids):
+        async def call_one(self, prompts, **_how):
             return [
                 Completion(0, index, prompt, "", [1], None, "stop")
                 for index, prompt in enumerate(prompts)
@@ -162,9 +172,8 @@ async def test_one_that_cannot_be_replaced_does_not_end_the_others():
 
     pair = Generators(spawn, 2)
     await pair.start()
-    one = SamplingConfig(n=1, max_tokens=1)
     for _ in range(3):
         async with asyncio.timeout(10):
-            assert [c.prompt_idx for c in await sample(pair, 4, one)] == [0, 1, 2, 3]
-    assert [replica.number for replica in pair._alive] == [1]
+            assert [c.prompt_token_ids for c in await sample(pair, 4)] == prompts(4)
+    assert [replica.number for replica in pair.pool.alive] == [1]
     await pair.stop()

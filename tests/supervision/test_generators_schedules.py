@@ -18,13 +18,14 @@ from tests.mortal_generators import (
     loads,
     sample,
 )
-from torchtitan_rl.core.types import Completion
-from torchtitan_rl.engines.vllm.engine import EngineDiedError
+from torchtitan_rl.actors.interfaces import SampleFailure
+from torchtitan_rl.core.errors import ActorBrokenError
 from torchtitan_rl.supervision.calls import DeadlineError
-from torchtitan_rl.supervision.generators import DeadlyPromptError, GeneratorsDiedError
+from torchtitan_rl.supervision.generators import DeadlyPromptError
+from torchtitan_rl.supervision.pool import ActorsDiedError
 
 SEEDS = 1000
-ENDS = (DeadlyPromptError, GeneratorsDiedError, DeadlineError, ActorError)
+ENDS = (DeadlyPromptError, ActorsDiedError, DeadlineError, ActorError)
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +33,7 @@ def quiet(monkeypatch):
     """What is said on the console."""
     lines = []
     monkeypatch.setattr(
-        "torchtitan_rl.supervision.replicas.console.print", lambda line, **_: lines.append(line)
+        "torchtitan_rl.supervision.pool.console.print", lambda line, **_: lines.append(line)
     )
     return lines
 
@@ -56,12 +57,15 @@ async def client(world, rng, generators, number, ends):
     except ENDS as error:
         ends.append(type(error).__name__)
         return
-    assert [c.prompt_idx for c in made] == [i for i in range(len(prompts)) for _ in range(n)]
-    assert [c.prompt_token_ids for c in made] == [p for p in prompts for _ in range(n)]
-    assert all(bool(c.token_ids) == (c.finish_reason != "abort") for c in made)
-    assert all(c.text for c in made if not c.token_ids)
-    assert any(c.token_ids for c in made)
-    assert all(c.policy_version >= floor for c in made)
+    wanted = [(p, f"client {number} {i} {j}") for i, p in enumerate(prompts) for j in range(n)]
+    for (prompt, seed), sample_ in zip(wanted, made, strict=True):
+        if isinstance(sample_, SampleFailure):
+            assert sample_.kind == "failed"
+            assert sample_.reason
+        else:
+            assert (sample_.prompt_token_ids, sample_.text) == (prompt, seed)
+            assert sample_.policy_version >= floor
+    assert not all(isinstance(sample_, SampleFailure) for sample_ in made)
     ends.append("made")
 
 
@@ -86,7 +90,7 @@ async def any_schedule(world, generators, ends):
     await asyncio.gather(*tasks)
     assert len(ends) == before + len(clients)
     await asyncio.sleep(DEADLINE + 1)  # one that hangs does not answer a cancellation either
-    assert loads(generators) == [0] * len(generators.replicas)
+    assert loads(generators) == [0] * len(generators.pool.replicas)
 
 
 def test_under_any_schedule_every_call_ends_and_nothing_is_left():
@@ -109,7 +113,7 @@ def test_under_any_schedule_every_call_ends_and_nothing_is_left():
             error.add_note(f"seed {seed}: {world}")
             raise
     assert ends.count("made") > SEEDS
-    assert {"cancelled", "DeadlyPromptError", "GeneratorsDiedError", "ActorError"} < set(ends)
+    assert {"cancelled", "DeadlyPromptError", "ActorsDiedError", "ActorError"} < set(ends)
 
 
 # ---- one thing at a time ----------------------------------------------------------------------
@@ -119,7 +123,7 @@ def test_one_that_was_lost_is_tried_again_when_another_dies_and_is_waited_for():
     world = World(longest=0.0)
 
     async def scenario(generators):
-        first, second = generators.replicas
+        first, second = generators.pool.replicas
         world.no_start = 1.0
         first.spawned.die()
         await asyncio.sleep(1)
@@ -127,10 +131,10 @@ def test_one_that_was_lost_is_tried_again_when_another_dies_and_is_waited_for():
         world.no_start, world.longest = 0.0, 4.0
         second.spawned.die()
         await asyncio.sleep(1)
-        assert not generators._alive
+        assert not generators.pool.alive
         assert len(await sample(generators, [[1]])) == 2
         await asyncio.sleep(20)
-        assert generators._alive == [first, second]
+        assert generators.pool.alive == [first, second]
 
     in_virtual_time(world, 2, scenario)
 
@@ -139,12 +143,12 @@ def test_one_that_hangs_is_replaced_whether_it_samples_or_pulls():
     world = World()
 
     async def scenario(generators):
-        generators.replicas[0].spawned.deaf = True
+        generators.pool.replicas[0].spawned.deaf = True
         assert len(await sample(generators, [[1], [2]])) == 4
-        assert generators.deaths.total == 1
-        generators.replicas[0].spawned.deaf = True
+        assert generators.pool.deaths.total == 1
+        generators.pool.replicas[0].spawned.deaf = True
         await world.pull(generators, 1)
-        assert generators.deaths.total == 2
+        assert generators.pool.deaths.total == 2
         await asyncio.sleep(5)
         assert [process.version for process in world.made if not process.ended] == [1, 1]
 
@@ -156,14 +160,14 @@ def test_one_that_dies_while_it_starts_is_seen_and_not_waited_for():
 
     async def scenario(generators):
         await world.pull(generators, 1)
-        generators.replicas[0].spawned.die()
+        generators.pool.replicas[0].spawned.die()
         while len(world.made) == 1:
             await asyncio.sleep(0.1)
         world.made[1].die()  # it is to pull the weights, and will never answer
         async with asyncio.timeout(DEADLINE / 2):
             await sample(generators, [[1]])
         assert len(world.made) == 3
-        assert generators.deaths.total == 1
+        assert generators.pool.deaths.total == 1
 
     in_virtual_time(world, 1, scenario, deadline_seconds=1000.0)
 
@@ -172,7 +176,7 @@ def test_one_that_hangs_gets_no_more_work_when_its_callers_give_up():
     world = World()
 
     async def scenario(generators):
-        generators.replicas[0].spawned.deaf = True
+        generators.pool.replicas[0].spawned.deaf = True
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(sample(generators, [[1]], n=4), 2)
         assert loads(generators) == [4, 0]
@@ -181,7 +185,7 @@ def test_one_that_hangs_gets_no_more_work_when_its_callers_give_up():
         assert [number for number, _ in world.calls] == [0, 1, 1, 1]
         await asyncio.sleep(DEADLINE + 5)
         assert loads(generators) == [0, 0]
-        assert generators.deaths.total == 1
+        assert generators.pool.deaths.total == 1
 
     in_virtual_time(world, 2, scenario)
 
@@ -190,8 +194,8 @@ def test_who_waits_too_long_is_told_what_everyone_does():
     world = World(longest=0.0)
 
     async def scenario(generators):
-        first, second = generators.replicas
-        generators._most_deaths = 1
+        first, second = generators.pool.replicas
+        generators.pool._most_deaths = 1
         world.longest = 1000.0  # not even ending one comes to an end
         first.spawned.die()
         await asyncio.sleep(12)
@@ -213,12 +217,12 @@ def test_what_cannot_be_watched_is_said_once_and_the_others_are_still_watched(qu
             raise PermissionError("not yours")
 
     async def scenario(generators):
-        generators.replicas[0].spawned.__class__ = Unwatched
+        generators.pool.replicas[0].spawned.__class__ = Unwatched
         await asyncio.sleep(5)
-        generators.replicas[1].spawned.die()
+        generators.pool.replicas[1].spawned.die()
         await asyncio.sleep(5)
-        assert generators.deaths.total == 1
-        assert len(generators._alive) == 2
+        assert generators.pool.deaths.total == 1
+        assert len(generators.pool.alive) == 2
         assert sum("cannot be watched: PermissionError: not yours" in line for line in quiet) == 1
 
     in_virtual_time(world, 2, scenario)
@@ -229,10 +233,10 @@ def test_one_that_cannot_be_ended_is_replaced_all_the_same():
 
     async def scenario(generators):
         world.no_end = 1.0
-        generators.replicas[0].spawned.die()
+        generators.pool.replicas[0].spawned.die()
         await asyncio.sleep(1)
-        assert len(generators._alive) == 1
-        assert len(generators.replicas[0].processes) == 2
+        assert len(generators.pool.alive) == 1
+        assert len(generators.pool.replicas[0].processes) == 2
         world.no_end = 0.0
 
     in_virtual_time(world, 1, scenario)
@@ -256,7 +260,7 @@ def test_a_successor_joins_with_the_weights_of_a_pull_at_any_moment(turns):
 
     async def scenario(generators):
         await world.pull(generators, 1)
-        generators.replicas[0].spawned.die()
+        generators.pool.replicas[0].spawned.die()
         await asyncio.sleep(0.5)  # it is seen, and from now on a successor starts
         for _ in range(turns):
             await asyncio.sleep(0)
@@ -274,12 +278,13 @@ def test_a_prompt_that_kills_is_given_up_and_costs_nobody_else_anything():
         others = asyncio.gather(*(sample(generators, [[i]], name=f"{i}") for i in range(8)))
         with pytest.raises(DeadlyPromptError, match="3 generators died over group 'deadly 0'"):
             await sample(generators, [[DEADLY]], name="deadly")
-        assert all(c.token_ids for made in await others for c in made)
-        assert generators.deaths.total == 3
+        assert not any(isinstance(c, SampleFailure) for made in await others for c in made)
+        assert generators.pool.deaths.total == 3
         made = await sample(generators, [[1], [DEADLY], [2], [3]], name="beside")
-        assert [c.finish_reason for c in made[::2]] == ["stop", "abort", "stop", "stop"]
-        assert made[2].text.startswith("DeadlyPromptError: 3 generators died over group 'beside 1'")
-        assert [c.prompt_idx for c in made] == [0, 0, 1, 1, 2, 2, 3, 3]
+        assert [isinstance(c, SampleFailure) for c in made[::2]] == [False, True, False, False]
+        assert made[2].reason.startswith(
+            "DeadlyPromptError: 3 generators died over group 'beside 1'"
+        )
 
     in_virtual_time(world, 2, scenario)
 
@@ -290,14 +295,14 @@ def test_a_bad_prompt_costs_its_neighbours_nothing_and_is_an_error_when_alone(qu
     async def scenario(generators):
         await world.pull(generators, 3)
         made = await sample(generators, [[1], [2], [BAD], [4]])
-        assert [len(c.token_ids) for c in made] == [1, 1, 1, 1, 0, 0, 1, 1]
-        lost = Completion(3, 2, [BAD], "ValueError: a bad prompt", [], [], "abort")
+        lost = SampleFailure("failed", "ValueError: a bad prompt")
         assert made[4:6] == [lost, lost]
+        assert sum(isinstance(c, SampleFailure) for c in made) == 2
         assert not quiet  # the run says it, together with all else that failed in its step
         for prompts in ([[BAD]], [[BAD], [BAD], [BAD]]):
             with pytest.raises(ActorError, match="a bad prompt"):
                 await sample(generators, prompts)
-        assert generators.deaths.total == 0
+        assert generators.pool.deaths.total == 0
 
     in_virtual_time(world, 2, scenario)
 
@@ -306,7 +311,7 @@ def test_groups_come_home_until_the_weights_change():
     world = World()
 
     async def scenario(generators):
-        generators.replicas[1].spawned.die()
+        generators.pool.replicas[1].spawned.die()
         await asyncio.sleep(0.5)
         await sample(generators, [[i] for i in range(4)])
         await asyncio.sleep(5)
@@ -325,14 +330,15 @@ def test_stop_ends_what_is_being_replaced_and_starts_no_more(seconds):
 
     async def scenario(generators):
         waiting = asyncio.create_task(sample(generators, [[1]]))
-        for replica in generators.replicas:
+        await asyncio.sleep(0)
+        for replica in generators.pool.replicas:
             replica.spawned.die()
         await asyncio.sleep(0.5 + seconds)
         await generators.stop()
-        with pytest.raises(GeneratorsDiedError, match="were stopped"):
+        with pytest.raises(ActorsDiedError, match="were stopped"):
             await waiting
         made = len(world.made)
-        with pytest.raises(GeneratorsDiedError, match="were stopped"):
+        with pytest.raises(ActorsDiedError, match="were stopped"):
             await sample(generators, [[1]])
         await asyncio.sleep(20)
         assert len(world.made) == made
@@ -343,16 +349,16 @@ def test_stop_ends_what_is_being_replaced_and_starts_no_more(seconds):
 
 @pytest.mark.parametrize(
     "error",
-    [SupervisionError("gone"), EngineDiedError("gone"), ActorError(EngineDiedError("gone"))],
+    [SupervisionError("gone"), ActorBrokenError("gone"), ActorError(ActorBrokenError("gone"))],
 )
 def test_a_death_is_one_however_it_is_told(error):
     async def scenario(generators):
         def dead(*_args, **_more):
             raise error
 
-        victim = generators.replicas[0].spawned
+        victim = generators.pool.replicas[0].spawned
         victim.actor = SimpleNamespace(generate=SimpleNamespace(call_one=dead))
         assert len(await sample(generators, [[1]])) == 2
-        assert generators.deaths.total == 1
+        assert generators.pool.deaths.total == 1
 
     in_virtual_time(World(), 1, scenario)

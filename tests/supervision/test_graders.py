@@ -11,35 +11,39 @@ import pytest
 
 from tests.low_tokens import Deadly
 from tests.support import low_tokens, small_engine
-from torchtitan_rl.actors.grader import Grader, RewardError, Ungraded
+from torchtitan_rl.actors.grader import Grader
+from torchtitan_rl.actors.interfaces import RewardError, UngradedGroup
 from torchtitan_rl.actors.simulated import SimulatedGenerator, SimulatedTrainer
 from torchtitan_rl.core.types import Completion
 from torchtitan_rl.observability.json_lines import read_lines
 from torchtitan_rl.run.controller import Controller
-from torchtitan_rl.supervision import graders as module
+from torchtitan_rl.supervision import pool as module
 from torchtitan_rl.supervision.calls import WorkerDiedError
-from torchtitan_rl.supervision.graders import Graders, GradersDiedError
+from torchtitan_rl.supervision.graders import Graders
+from torchtitan_rl.supervision.pool import ActorsDiedError
 from torchtitan_rl.supervision.spawn import spawn_grader
 from torchtitan_rl.tasks.task import Reward
 
 
-def ungraded(name: str, expected_answer: Any = None) -> Ungraded:
+def ungraded(name: str, expected_answer: Any = None) -> UngradedGroup:
     completion = Completion(0, 0, [1], "", [2], None, "stop")
-    return Ungraded([completion], expected_answer, name, "deadly")
+    return UngradedGroup([completion], expected_answer, name, "deadly")
 
 
 @pytest.fixture
-async def graders(monkeypatch):
-    # However busy the machine is, Monarch gets to say how a process ended.
-    monkeypatch.setattr(module, "LAST_WORDS_SECONDS", 60.0)
-    made = Graders(lambda: spawn_grader(Grader.Config(), Deadly.Config()), most_guilty_in_a_row=2)
+async def graders():
+    made = Graders(
+        lambda _: spawn_grader(Grader.Config(), Deadly.Config()),
+        most_guilty_in_a_row=2,
+        last_words_seconds=60.0,  # however busy the machine is, Monarch reports how it ended
+    )
     await made.start()
     yield made
     await made.stop()
 
 
 def pids(graders):
-    return [p.pid for process in graders._processes for p in process.spawned.processes]
+    return [p.pid for replica in graders.pool.alive for p in replica.spawned.processes]
 
 
 async def test_the_group_that_kills_is_found_and_the_others_are_graded(graders):
@@ -57,8 +61,8 @@ async def test_the_group_that_kills_is_found_and_the_others_are_graded(graders):
         "non-zero code 3"
     )
     assert "group d ended the grader's process, which failed: Killed(sig=11)" in str(given[3])
-    assert graders.take_deaths() == 3
-    assert graders.take_deaths() == 0
+    assert graders.pool.take_deaths() == 3
+    assert graders.pool.take_deaths() == 0
     assert len(pids(graders)) <= 1
     assert pids(graders) != before
 
@@ -67,7 +71,7 @@ async def test_a_grader_that_is_killed_from_outside_costs_nothing(graders):
     os.kill(pids(graders)[0], signal.SIGKILL)
     assert await graders.rewards([ungraded("a")]) == [[Reward(1.0, correct=True)]]
     slow = asyncio.create_task(graders.rewards([ungraded("b", "hang")]))
-    while not graders._calls:
+    while not graders.pool.replicas[0].calls:
         await asyncio.sleep(0)
     os.kill(pids(graders)[0], signal.SIGKILL)
     slow.cancel()
@@ -78,7 +82,7 @@ async def test_a_grader_that_is_killed_from_outside_costs_nothing(graders):
 
 async def test_death_is_noticed_also_if_nobody_says_so(graders, monkeypatch):
     """As when the machine is busy, and Monarch takes half a minute."""
-    monkeypatch.setattr(module, "LAST_WORDS_SECONDS", 0.0)
+    graders.pool._last_words = 0.0
     real = module.call_with_deadline
 
     async def silent_when_dead(what, call, **how):
@@ -94,18 +98,18 @@ async def test_death_is_noticed_also_if_nobody_says_so(graders, monkeypatch):
 
 async def test_deaths_in_a_row_end_it_and_name_the_group(graders):
     deadly = [ungraded(name, "exit") for name in "abcdef"]
-    with pytest.raises(GradersDiedError, match=r"died over 3 groups one after.*group c: .*3"):
+    with pytest.raises(ActorsDiedError, match=r"died over 3 groups one after.*group c: .*3"):
         await graders.rewards(deadly)
-    with pytest.raises(GradersDiedError):
+    with pytest.raises(ActorsDiedError):
         await graders.rewards([ungraded("c")])
 
 
 async def test_a_grader_that_cannot_start_is_no_groups_fault():
-    async def spawn():
+    async def spawn(number):
         raise RuntimeError("no room")
 
     with pytest.raises(RuntimeError, match="no room"):
-        await Graders(spawn).rewards([ungraded("a")])
+        await Graders(spawn).start()
 
 
 def config_for(folder, tiny_model, **changes):

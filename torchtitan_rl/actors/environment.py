@@ -4,13 +4,14 @@ import asyncio
 import math
 import pickle
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from monarch.actor import Actor, concurrent_endpoint
 
+from torchtitan_rl.actors.interfaces import EnvironmentRequest, EnvironmentResponse
 from torchtitan_rl.core.configurable import Configurable
 from torchtitan_rl.core.plugins import nearest
-from torchtitan_rl.core.types import Message, Outcome
+from torchtitan_rl.core.types import Message
 from torchtitan_rl.core.waiting import together
 from torchtitan_rl.tasks.task import Task
 from torchtitan_rl.tasks.tools.calls import (
@@ -32,32 +33,8 @@ MAX_NAME_CHARS = 64
 """What a model writes as a name and is longer is none."""
 
 
-@dataclass(slots=True)
-class Request:
-    """What the model has said last, and in which conversation."""
-
-    task: str
-    """One of `Task.members`."""
-    messages: list[Message]
-    """The whole conversation, up to the model's last words."""
-    calls: list[ToolCall]
-    """Of the last message; if there are none, the task is asked for an answer."""
-    state: dict[str, Any]
-    seconds: float | None = None
-    """What is left of the rollout's time, waiting for a turn included; None: no limit."""
-
-
-@dataclass(slots=True)
-class Response:
-    """What the model is told."""
-
-    messages: list[Message]
-    """To add to the conversation; none ends it."""
-    state: dict[str, Any]
-    outcomes: list[Outcome]
-    """One for each call."""
-    failure: str = ""
-    """Why there is no answer from the task, if it should have given one."""
+Request: TypeAlias = EnvironmentRequest
+Response: TypeAlias = EnvironmentResponse
 
 
 class Environment(Actor, Configurable):
@@ -71,7 +48,7 @@ class Environment(Actor, Configurable):
     Example:
         environment = await spawn_environment(Environment.Config(), Calculator.Config())
         call = ToolCall("calculator", {"expression": "12+34"})
-        request = Request("calculator", messages, [call], state={})
+        request = EnvironmentRequest("calculator", messages, [call], state={})
         [response] = await environment.actor.respond.call_one([request])
         response.messages  # [{"role": "tool", "name": "calculator", "content": "46"}]
     """
@@ -106,13 +83,13 @@ class Environment(Actor, Configurable):
             self._members = {name: Member(member) for name, member in task.members().items()}
 
     @concurrent_endpoint
-    async def respond(self, requests: list[Request]) -> list[Response]:
+    async def respond(self, requests: list[EnvironmentRequest]) -> list[EnvironmentResponse]:
         """Answer the requests, all at once and in order; the calls of one are made in order."""
         return await together(*(self._respond(request) for request in requests))
 
-    async def _respond(self, request: Request) -> Response:
+    async def _respond(self, request: EnvironmentRequest) -> EnvironmentResponse:
         offer = self._offers.get(request.task)
-        response = Response([], request.state, [])
+        response = EnvironmentResponse([], request.state, [])
         if offer is None:
             response.failure = f"no task {request.task!r}; {nearest(request.task, self._offers)}"
             response.outcomes = ["unknown"] * len(request.calls)
@@ -145,7 +122,11 @@ class Environment(Actor, Configurable):
         return result
 
     async def _ask_task(
-        self, request: Request, offer: Offer, response: Response, deadline: float
+        self,
+        request: EnvironmentRequest,
+        offer: Offer,
+        response: EnvironmentResponse,
+        deadline: float,
     ) -> None:
         call = Call(
             request.task,

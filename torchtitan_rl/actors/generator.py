@@ -68,13 +68,14 @@ class VLLMGenerator(Actor, Configurable):
         *,
         sampling_config: SamplingConfig | list[SamplingConfig] | None = None,
         group_ids: list[str] | None = None,
+        sample_numbers: list[int] | None = None,
     ) -> list[Completion]:
         """`n` completions of each prompt, a string or token ids; ordered by prompt, then sample.
 
         `sampling_config` is for all prompts, or a list has one for each; without it the actor's own
         is used. A sample's seed derives from the run's seed, its group id and its number in the
-        group. Name the groups to get the same samples again; without names every call makes new
-        groups.
+        group, which counts from `sample_numbers`, or from 0. Name the groups to get the same
+        samples again; without names every call makes new groups.
         """
         if group_ids is None:
             call = next(self._calls)
@@ -83,6 +84,7 @@ class VLLMGenerator(Actor, Configurable):
             prompts,
             self.config.sampling if sampling_config is None else sampling_config,
             group_ids,
+            sample_numbers,
         )
 
     @concurrent_endpoint

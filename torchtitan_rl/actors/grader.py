@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from monarch.actor import Actor, concurrent_endpoint
 
+from torchtitan_rl.actors.interfaces import GroupRewards, RewardError, UngradedGroup
 from torchtitan_rl.core.configurable import Configurable
 from torchtitan_rl.core.errors import describe_error
 from torchtitan_rl.core.types import Completion, Rollout, ScoredCompletion
@@ -20,19 +21,7 @@ CONCURRENT_REWARDS = 4
 """Reward functions that run at a time."""
 
 
-class RewardError(RuntimeError):
-    """A reward function failed; the message names the task and the group."""
-
-
-@dataclass(slots=True)
-class Ungraded:
-    """The samples of one prompt, and what the reward function needs to know of it."""
-
-    completions: list[Completion] | list[Rollout]
-    expected_answer: Any
-    group_id: str = "?"
-    task: str | None = None
-    """Its name, in a mixture of tasks."""
+Ungraded = UngradedGroup
 
 
 class Grader(Actor, Configurable):
@@ -74,46 +63,44 @@ class Grader(Actor, Configurable):
         task: str | None = None,
     ) -> list[ScoredCompletion]:
         """The samples of one group, each with its reward, in order. In a mixture, name its task."""
-        group = Ungraded(completions, expected_answer, group_id, task)
+        group = UngradedGroup(completions, expected_answer, group_id, task)
         (rewards,) = await self._one_by_one([group])
         if isinstance(rewards, RewardError):
             raise rewards
         return pair(completions, rewards)
 
     @concurrent_endpoint
-    async def rewards(self, groups: list[Ungraded]) -> list[list[Reward] | RewardError]:
+    async def rewards(self, groups: list[UngradedGroup]) -> list[GroupRewards]:
         """The rewards of many groups, or why a group has none. Without the samples: whoever asks
         has these, and they are most of what an answer would weigh."""
-        hands = [groups[first::CONCURRENT_REWARDS] for first in range(CONCURRENT_REWARDS)]
-        graded = await asyncio.gather(*map(self._one_by_one, hands))
+        shares = [groups[first::CONCURRENT_REWARDS] for first in range(CONCURRENT_REWARDS)]
+        graded = await asyncio.gather(*map(self._one_by_one, shares))
         return [
             graded[index % CONCURRENT_REWARDS][index // CONCURRENT_REWARDS]
             for index in range(len(groups))
         ]
 
-    async def _one_by_one(self, groups: Sequence[Ungraded]) -> list[list[Reward] | RewardError]:
+    async def _one_by_one(self, groups: Sequence[UngradedGroup]) -> list[GroupRewards]:
         """On one thread, for that a thread for each costs more than most rewards do; those behind a
         group that takes too long get another."""
-        results: list[list[Reward] | RewardError] = []
+        results: list[GroupRewards] = []
         while len(results) < len(groups):
             results += await self._until_one_is_late(groups[len(results) :])
         return results
 
-    async def _until_one_is_late(
-        self, groups: Sequence[Ungraded]
-    ) -> list[list[Reward] | RewardError]:
-        hand, seconds = _Hand(groups, self._rewards), self.config.timeout_seconds
+    async def _until_one_is_late(self, groups: Sequence[UngradedGroup]) -> list[GroupRewards]:
+        thread, seconds = _Thread(groups, self._rewards), self.config.timeout_seconds
         async with self._turns:
-            ended, left = hand.start(), seconds
+            ended, left = thread.start(), seconds
             while left > 0 and not ended.done():
                 await asyncio.wait({ended}, timeout=left)
-                left = hand.seconds_left(seconds)
-        if len(hand.results) == len(groups):
-            return hand.results
-        late = self._name(groups[len(hand.results)])
-        return [*hand.results, RewardError(f"{late}: no answer in {seconds} s")]
+                left = thread.seconds_left(seconds)
+        if len(thread.results) == len(groups):
+            return thread.results
+        late = self._name(groups[len(thread.results)])
+        return [*thread.results, RewardError(f"{late}: no answer in {seconds} s")]
 
-    def _rewards(self, group: Ungraded) -> list[Reward] | RewardError:
+    def _rewards(self, group: UngradedGroup) -> GroupRewards:
         task, rollouts = self._task_of(group), cast(list[Rollout], group.completions)
         try:
             rewards = task.reward(rollouts, group.expected_answer)
@@ -124,14 +111,14 @@ class Grader(Actor, Configurable):
             said = describe_error(error, type(task).__module__)
             return RewardError(f"{self._name(group)} raised {said}")
 
-    def _name(self, group: Ungraded) -> str:
+    def _name(self, group: UngradedGroup) -> str:
         return f"reward function of task {self._task_of(group).name!r}, group {group.group_id}"
 
-    def _task_of(self, group: Ungraded) -> Task:
+    def _task_of(self, group: UngradedGroup) -> Task:
         return self.tasks[group.task] if group.task is not None else self.task
 
 
-class _Hand:
+class _Thread:
     """Groups that a thread grades, one after the other.
 
     A thread of its own, not one of a pool: a reward function that never returns keeps it for ever.
@@ -139,10 +126,10 @@ class _Hand:
 
     def __init__(
         self,
-        groups: Sequence[Ungraded],
-        grade: Callable[[Ungraded], list[Reward] | RewardError],
+        groups: Sequence[UngradedGroup],
+        grade: Callable[[UngradedGroup], GroupRewards],
     ) -> None:
-        self.results: list[list[Reward] | RewardError] = []
+        self.results: list[GroupRewards] = []
         self._groups, self._grade = groups, grade
         self._began = time.monotonic()
         """When it turned to the group it is at."""

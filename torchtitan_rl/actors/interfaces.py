@@ -1,10 +1,40 @@
-"""Contracts between the actors and whoever calls them: what is asked, what is answered."""
+"""Contracts of the actors: what each endpoint takes, returns and may raise, and what happens then.
 
+An actor of one's own needs no base class but Monarch's `Actor`: it has the endpoints of its
+protocol, each decorated with Monarch's `endpoint` or `concurrent_endpoint`. `check_contract`
+refuses a class that lacks one, by name, before anything is started.
+
+Three things are the same for all of them:
+
+- `setup` is called once, before anything else. An error of it ends the start of the actor.
+- An endpoint that raises `core.errors.ActorBrokenError`, a process that ends and an endpoint that
+  does not return within `supervision.deadline_seconds` say: this actor cannot go on. The actor is
+  replaced, and the failure policy of its kind (see `supervision.dispatch`) decides what becomes of
+  the calls that were under way.
+- Any other error of an endpoint is about that one call; the actor is called again.
+"""
+
+import inspect
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from torchtitan_rl.config.sampling import SamplingConfig
-from torchtitan_rl.core.types import Completion
+from torchtitan_rl.core.errors import TorchtitanRLError
+from torchtitan_rl.core.types import Completion, Message, Outcome, Rollout, ScoredCompletion
+from torchtitan_rl.tasks.task import Reward
+from torchtitan_rl.tasks.tools.tool import ToolCall
+
+if TYPE_CHECKING:  # the grader's process has no torch
+    import torch
+
+    from torchtitan_rl.batching.grid import Grid
+    from torchtitan_rl.core.metrics import Metrics
+    from torchtitan_rl.weight_sync.handle import Transport, WeightHandle
+
+Prompt = str | list[int]
+"""Text, or the ids of its tokens."""
+
+# ---- generators --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +56,243 @@ class SampleFailure:
     """A request that came to nothing."""
 
     kind: Literal["failed", "empty"]
+    """`failed`: an error, named in the reason; `empty`: no token was sampled."""
     reason: str
 
 
 Sample = Completion | SampleFailure
 """What becomes of a SampleRequest."""
+
+
+class GeneratorProtocol(Protocol):
+    """Samples completions of prompts. Made as `Class(config, model=…, seed=…, **kwargs)`: the
+    generator's config, the HF folder to start from, the run's seed, and `generator.kwargs`.
+
+    Calls overlap if the endpoints are concurrent ones. When a generator dies, what it had not
+    finished runs again on another one; its successor gets the current weights before it gets work.
+    """
+
+    async def setup(self) -> None:
+        """Load the model of the folder."""
+
+    async def generate(
+        self,
+        prompts: list[Prompt],
+        *,
+        sampling_config: SamplingConfig | list[SamplingConfig] | None = None,
+        group_ids: list[str] | None = None,
+        sample_numbers: list[int] | None = None,
+    ) -> list[Completion]:
+        """`n` completions of each prompt, ordered by prompt, then sample.
+
+        A run gives token ids, and a list of each of the other arguments, with an item for each
+        prompt, and asks for one sample per prompt (n is 1). A backend that samples at random should
+        derive the seed of a sample from the run's seed, its group id and its sample number, and
+        from nothing else: then a run can be repeated.
+
+        An error makes every prompt of the call run again by itself, and only those that fail alone
+        are lost: their rollouts fail, with the error as the reason.
+        """
+        ...
+
+    async def cancel(self, group_ids: list[str]) -> None:
+        """End the calls that these groups are part of: nobody waits for them. May do nothing."""
+
+    async def pull_weights(self, handle: "WeightHandle") -> int:
+        """Serve the published weights from now on; returns their version.
+
+        Completions that are sampled later carry that version as their `policy_version`. A backend
+        whose completions do not depend on the weights only notes the version. An error ends the
+        run: no generator may go on with weights that nobody knows.
+        """
+        ...
+
+
+# ---- graders -----------------------------------------------------------------------------------
+
+
+class RewardError(TorchtitanRLError, RuntimeError):
+    """A reward function failed; the message names the task and the group."""
+
+
+@dataclass(slots=True)
+class UngradedGroup:
+    """The samples of one prompt, and what the reward function needs to know about it."""
+
+    completions: list[Completion] | list[Rollout]
+    expected_answer: Any
+    group_id: str = "?"
+    task: str | None = None
+    """Its name, in a mixture of tasks."""
+
+
+GroupRewards = list[Reward] | RewardError
+"""A reward for each sample of a group, or why it has none."""
+
+
+class GraderProtocol(Protocol):
+    """Calls the task's reward function. Made as `Class(config, task=…, seed=…)`.
+
+    A call over which the grader dies is made again, one group at a time and with nothing beside it;
+    the group over which it dies again fails, and only that one.
+    """
+
+    async def setup(self) -> None:
+        """Build the task."""
+
+    async def score(
+        self,
+        completions: list[Completion] | list[Rollout],
+        expected_answer: Any,
+        *,
+        group_id: str = "?",
+        task: str | None = None,
+    ) -> list[ScoredCompletion]:
+        """The samples of one group with their rewards, in order: for scripts and notebooks. A
+        reward function that fails is raised as RewardError."""
+        ...
+
+    async def rewards(self, groups: list[UngradedGroup]) -> list[GroupRewards]:
+        """The rewards of each group, in order. A reward function that fails is no error of the
+        call: its group gets a RewardError in the place of its rewards."""
+        ...
+
+
+# ---- environments ------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class EnvironmentRequest:
+    """What the model has said last, and in which conversation."""
+
+    task: str
+    """One of `Task.members`."""
+    messages: list[Message]
+    """The whole conversation, up to the model's last message."""
+    calls: list[ToolCall]
+    """Tool calls of the last message; if there are none, the task is asked for an answer."""
+    state: dict[str, Any]
+    seconds: float | None = None
+    """What is left of the rollout's time, waiting for a turn included; None: no limit."""
+
+
+@dataclass(slots=True)
+class EnvironmentResponse:
+    """What the model is shown next."""
+
+    messages: list[Message]
+    """To add to the conversation; none ends it."""
+    state: dict[str, Any]
+    outcomes: list[Outcome]
+    """One for each call."""
+    failure: str = ""
+    """Why there is no answer from the task, if it should have given one."""
+
+
+class EnvironmentProtocol(Protocol):
+    """Makes tool calls, and answers for the task. Made as `Class(config, task=…, seed=…)`.
+
+    An environment keeps no conversation: all state comes with a request and goes with its response.
+    So a call over which it dies is made again by its successor; if that dies too, each conversation
+    of the call goes on by itself, and the one that kills ends as `environment_failed`.
+    """
+
+    async def setup(self) -> None:
+        """Build the task and start what its tools need."""
+
+    async def respond(self, requests: list[EnvironmentRequest]) -> list[EnvironmentResponse]:
+        """A response to each request, in order. A tool that fails is no error of the call: the
+        model is shown it, and the outcome of the tool call says how."""
+        ...
+
+
+# ---- trainer and reference ---------------------------------------------------------------------
+
+
+class TrainerProtocol(Protocol):
+    """One rank of the trainer's mesh. Made as `Class(config, model=…, steps=…, checkpoint_folder=…,
+    tokens_folder=…, weights_folder=…, keep=…, seed=…, **kwargs)`.
+
+    An error of any endpoint, and a rank that ends, end the run, which can be resumed from its
+    latest checkpoint.
+    """
+
+    async def setup(self, *, resume: bool) -> None:
+        """Load the latest checkpoint if `resume`, else the model."""
+
+    async def steps_done(self) -> int:
+        """Steps of the run that the loaded weights were trained for."""
+        ...
+
+    async def train_step(self, *grids: "Grid", step: int = 0) -> "Metrics":
+        """One optimizer step per grid; returns this rank's measurements."""
+        ...
+
+    async def measure(self, grid: "Grid") -> "Metrics":
+        """What a step on the grid would measure; nothing is trained."""
+        ...
+
+    async def publish_weights(
+        self, *, transport: "Transport", dtype: "torch.dtype | None"
+    ) -> "WeightHandle":
+        """A snapshot of this rank's weights that generators can read, until the next but one."""
+        ...
+
+    async def save(self, step: int) -> None:
+        """Write a checkpoint from which `setup(resume=True)` goes on exactly."""
+
+    async def export_hf(self, folder: str) -> None:
+        """Write the weights as an HF folder."""
+
+
+class ReferenceProtocol(Protocol):
+    """One rank of the frozen reference model. Made as `Class(config, model=…)`.
+
+    A call over which it dies is made again by its successor, up to three times.
+    """
+
+    async def setup(self) -> None:
+        """Load the model."""
+
+    async def logprobs(self, grid: "Grid") -> "list[torch.Tensor]":
+        """[tokens] logprobs for each cell of this rank's column of the grid."""
+        ...
+
+
+# ---- checking a class --------------------------------------------------------------------------
+
+
+class ContractError(TorchtitanRLError, ValueError):
+    """A class that cannot be used as an actor of its kind."""
+
+
+def check_contract(actor_class: type, protocol: type, *, what: str) -> None:
+    """Refuse a class that lacks an endpoint of its protocol, or an argument of one.
+
+    Example:
+        check_contract(MyGenerator, GeneratorProtocol, what="generator.backend 'mine:MyGenerator'")
+    """
+    methods = [name for name in vars(protocol) if not name.startswith("_")]
+    missing = [name for name in methods if not hasattr(actor_class, name)]
+    if missing:
+        raise ContractError(f"{what} has no endpoint {', '.join(missing)}; see docs/backends.md")
+    for name in methods:
+        method = getattr(getattr(actor_class, name), "_method", None)  # Monarch's EndpointProperty
+        if method is None:
+            raise ContractError(
+                f"{what}: {name} is no endpoint; decorate it with monarch.actor.concurrent_endpoint"
+            )
+        if lacks := _lacking(inspect.signature(getattr(protocol, name)), inspect.signature(method)):
+            raise ContractError(f"{what}: {name} does not take {', '.join(lacks)}")
+
+
+def _lacking(wanted: inspect.Signature, has: inspect.Signature) -> list[str]:
+    """Keyword arguments that will be given and are not taken."""
+    kinds = {parameter.kind for parameter in has.parameters.values()}
+    if inspect.Parameter.VAR_KEYWORD in kinds:
+        return []
+    return [
+        parameter.name
+        for parameter in wanted.parameters.values()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY and parameter.name not in has.parameters
+    ]

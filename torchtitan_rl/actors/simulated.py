@@ -71,20 +71,22 @@ class SimulatedGenerator(Actor, Configurable):
         *,
         sampling_config: SamplingConfig | list[SamplingConfig] | None = None,
         group_ids: list[str] | None = None,
+        sample_numbers: list[int] | None = None,
     ) -> list[Completion]:
         sampling = self.config.sampling if sampling_config is None else sampling_config
         samplings = sampling if isinstance(sampling, list) else [sampling] * len(prompts)
         names = group_ids or [f"call {next(self._calls)}/{i}" for i in range(len(prompts))]
+        firsts = sample_numbers or [0] * len(prompts)
         if self._fate.random() < self.config.death_rate:
             os._exit(1)
         if self._fate.random() < self.config.failure_rate:
             raise RuntimeError("a simulated failure")
         completions = [
             self._complete(index, prompt, sampling, name, sample)
-            for index, (prompt, sampling, name) in enumerate(
-                zip(prompts, samplings, names, strict=True)
+            for index, (prompt, sampling, name, first) in enumerate(
+                zip(prompts, samplings, names, firsts, strict=True)
             )
-            for sample in range(sampling.n)
+            for sample in range(first, first + sampling.n)
         ]
         if self.config.seconds_per_token:
             await asyncio.gather(*map(self._decode, completions))

@@ -2,15 +2,15 @@
 
 import asyncio
 import shutil
-from collections.abc import Awaitable, Callable
-from typing import Any
 
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.core.waiting import together
 from torchtitan_rl.observability.run_folder import RunFolder
 from torchtitan_rl.observability.timeline import Timeline
+from torchtitan_rl.supervision.environments import Environments
 from torchtitan_rl.supervision.generators import Generators
 from torchtitan_rl.supervision.graders import Graders
+from torchtitan_rl.supervision.references import References
 from torchtitan_rl.supervision.spawn import (
     Spawned,
     spawn_environment,
@@ -27,16 +27,16 @@ class ActorSet:
     Example:
         actors = ActorSet(config, folder, interactive=False)
         await actors.start()
-        completions = await actors.generators.sample([[7, 8]], [SamplingConfig()], ["a name"])
+        samples = await actors.generators.sample(requests)
         await actors.stop()
     """
 
     trainer: Spawned
     generators: Generators
     graders: Graders
-    environment: Spawned | None = None
+    environments: Environments | None = None
     """Only if a task has tools, or answers the model."""
-    reference: Spawned | None = None
+    references: References | None = None
     """Only if a loss compares with the starting model."""
 
     def __init__(
@@ -47,49 +47,68 @@ class ActorSet:
         interactive: bool,
         timeline: Timeline | None = None,
     ) -> None:
-        self._config, self._folder, self._interactive = config, folder, interactive
+        self._config, self._folder = config, folder
         self._model = str(config.model_folder)
-        self._spawned: list[Spawned] = []
+        self._trainers: list[Spawned] = []
+        deadline = config.deadline_seconds
         self.generators = Generators(
             self._spawn_generator,
             config.generator_replicas,
-            deadline_seconds=config.deadline_seconds,
+            deadline_seconds=deadline,
             timeline=timeline,
         )
-        self.graders = Graders(
-            self._spawn_grader, deadline_seconds=config.deadline_seconds, timeline=timeline
-        )
+        self.graders = Graders(self._spawn_grader, deadline_seconds=deadline, timeline=timeline)
+        if interactive and not config.train_from:
+            self.environments = Environments(
+                self._spawn_environment, deadline_seconds=deadline, timeline=timeline
+            )
+        if config.has_reference:
+            self.references = References(
+                self._spawn_reference, deadline_seconds=deadline, timeline=timeline
+            )
 
     async def start(self) -> None:
         """Spawn them all; each is ready when this returns."""
         starting = [self._start_trainer()]
         if not self._config.train_from:
             starting += [self.generators.start(), self.graders.start()]
-            if self._interactive:
-                starting.append(self._start_environment())
-        if self._config.has_reference:
-            starting.append(self._start_reference())
+        if self.environments:
+            starting.append(self.environments.start())
+        if self.references:
+            starting.append(self.references.start())
         await together(*starting)
 
     @property
     def hosts(self) -> set[str]:
         """The machines between which weights travel."""
-        return {self.trainer.host, *self.generators.hosts}
+        return {self.trainer.host, *self.generators.pool.hosts}
+
+    def take_deaths(self) -> dict[str, float]:
+        """How many actors of each kind died since the last call, as metrics."""
+        died: dict[str, float] = {
+            "generators/died": self.generators.pool.take_deaths(),
+            "graders/died": self.graders.pool.take_deaths(),
+        }
+        if self.environments:
+            died["environment/died"] = self.environments.pool.take_deaths()
+        if self.references:
+            died["reference/died"] = self.references.pool.take_deaths()
+        return died
 
     async def stop(self) -> None:
         """Stop every process of the run."""
-        others = [spawned.stop() for spawned in self._spawned]
+        kinds = (self.generators, self.graders, self.environments, self.references)
         await asyncio.gather(
-            self.generators.stop(), self.graders.stop(), *others, return_exceptions=True
+            *(kind.pool.stop() for kind in kinds if kind is not None),
+            *(trainer.stop() for trainer in self._trainers),
+            return_exceptions=True,
         )
         # What the `file` transport leaves if its process is killed before it has cleaned up.
         shutil.rmtree(self._folder.weights, ignore_errors=True)
 
     async def _start_trainer(self) -> None:
         config = self._config
-        self.trainer = await self._own(
-            "trainer",
-            spawn_trainer,
+        self.trainer = await spawn_trainer(
             config.trainer,
             model=self._model,
             steps=config.steps,
@@ -100,7 +119,9 @@ class ActorSet:
             seed=config.seed,
             resume=config.resume,
             gpus=config.gpus[0],
+            log_file=self._folder.log_file("trainer"),
         )
+        self._trainers.append(self.trainer)
 
     async def _spawn_generator(self, number: int) -> Spawned:
         config = self._config
@@ -113,29 +134,21 @@ class ActorSet:
             log_file=self._folder.log_file(f"generator-{number}" if number else "generator"),
         )
 
-    async def _spawn_grader(self) -> Spawned:
+    async def _spawn_grader(self, _number: int) -> Spawned:
         config, log_file = self._config, self._folder.log_file("grader")
         return await spawn_grader(config.grader, config.task, seed=config.seed, log_file=log_file)
 
-    async def _start_environment(self) -> None:
-        config = self._config
-        self.environment = await self._own(
-            "environment", spawn_environment, config.environment, config.task, seed=config.seed
+    async def _spawn_environment(self, _number: int) -> Spawned:
+        config, log_file = self._config, self._folder.log_file("environment")
+        return await spawn_environment(
+            config.environment, config.task, seed=config.seed, log_file=log_file
         )
 
-    async def _start_reference(self) -> None:
+    async def _spawn_reference(self, _number: int) -> Spawned:
         config = self._config
-        self.reference = await self._own(
-            "reference",
-            spawn_reference,
+        return await spawn_reference(
             config.reference,
             model=self._model,
             gpus=config.gpus[2],
+            log_file=self._folder.log_file("reference"),
         )
-
-    async def _own(
-        self, who: str, spawn: Callable[..., Awaitable[Spawned]], *args: Any, **kwargs: Any
-    ) -> Spawned:
-        spawned = await spawn(*args, **kwargs, log_file=self._folder.log_file(who))
-        self._spawned.append(spawned)
-        return spawned

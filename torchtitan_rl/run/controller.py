@@ -248,26 +248,21 @@ class Controller(Configurable):
 
     def count_failures(self, step: int, groups: list[Group]) -> dict[str, float]:
         """What came to nothing since the last step, by task; each is logged, once."""
-        died = {
-            "generators/died": self.actors.generators.take_deaths(),
-            "graders/died": self.actors.graders.take_deaths(),
-        }
-        return {**self.failures.of_step(step, groups), **died}
+        return {**self.failures.of_step(step, groups), **self.actors.take_deaths()}
 
     async def roll_out(self, groups: list[Group]) -> None:
         """Give each group its rollouts."""
         await roll_out(
             groups,
-            sample=self.actors.generators.sample,
+            sample=self.actors.generators.sample_prompts,
             respond=self.respond,
             renderer=self.renderer,
             limits=self.config.limits,
         )
 
     async def respond(self, requests: list[Request]) -> list[Response]:
-        assert self.actors.environment is not None
-        call = self.actors.environment.actor.respond.call_one(requests)
-        return await self.call("environment", "respond", call)
+        assert self.actors.environments is not None
+        return await self.actors.environments.respond(requests, step=self.steps_done)
 
     async def grade(self, groups: list[Group]) -> None:
         """Give each group its scored rollouts."""
@@ -304,7 +299,7 @@ class Controller(Configurable):
             version=None if self.dump else self.policy_version,
             experts=self.experts,
         )
-        if self.actors.reference:
+        if self.actors.references:
             episodes = await interruptible(self.interrupted, self.add_ref_logprobs(episodes))
         require(episodes, self.needs)
         return episodes
@@ -325,11 +320,10 @@ class Controller(Configurable):
 
     async def add_ref_logprobs(self, episodes: list[Episode]) -> list[Episode]:
         """The episodes with the logprobs of their tokens under the frozen reference model."""
-        assert self.actors.reference is not None
+        assert self.actors.references is not None
         parallelism = self.config.reference.parallelism
         grid = self.grid(episodes, parallelism.dp_degree)
-        call = self.actors.reference.actor.logprobs.call(grid)
-        ranks = per_rank(await self.call("reference", "compute logprobs", call))
+        ranks = await self.actors.references.logprobs(grid, step=self.steps_done)
         # Ranks that share each layer give the same answer; the first of them is enough.
         rows = grid.read_back(ranks[:: parallelism.tensor_parallel_degree])
         return [replace(e, ref_logprobs=r.tolist()) for e, r in zip(episodes, rows, strict=True)]

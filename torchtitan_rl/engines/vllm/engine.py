@@ -150,16 +150,21 @@ class Engine:
         prompts: list[Prompt],
         sampling: SamplingConfig | list[SamplingConfig],
         group_ids: list[str],
+        sample_numbers: list[int] | None = None,
     ) -> list[Completion]:
         """All samples of all prompts, ordered by prompt, then sample. `sampling` is for all of
-        them, or a list has one for each."""
+        them, or a list has one for each; so is the number of each prompt's first sample, which is
+        0 unless it is given."""
         samplings = sampling if isinstance(sampling, list) else [sampling] * len(prompts)
+        firsts = sample_numbers or [0] * len(prompts)
         await self._open.wait()  # weights are waiting for the engine to be empty
         call = _Call(Future(), frozenset(group_ids), [], 0, [])
         made = asyncio.wrap_future(call.future)
         self._in_flight.add(made)
         try:
-            await self._between_steps(lambda: self._add(call, prompts, samplings, group_ids))
+            await self._between_steps(
+                lambda: self._add(call, prompts, samplings, group_ids, firsts)
+            )
             return await made
         except asyncio.CancelledError:
             # Nobody waits for these any more; do not let them take the engine's time.
@@ -259,14 +264,15 @@ class Engine:
         prompts: list[Prompt],
         samplings: list[SamplingConfig],
         group_ids: list[str],
+        first_samples: list[int],
     ) -> None:
         from vllm.exceptions import VLLMValidationError
 
         try:
-            together = zip(prompts, samplings, group_ids, strict=True)
-            for prompt_idx, (prompt, sampling, group_id) in enumerate(together):
+            together = zip(prompts, samplings, group_ids, first_samples, strict=True)
+            for prompt_idx, (prompt, sampling, group_id, first) in enumerate(together):
                 token_ids = self._check_prompt(prompt, prompt_idx, sampling)
-                for sample in range(sampling.n):
+                for sample in range(first, first + sampling.n):
                     request_id = str(next(self._ids))
                     params = self._sampling_params(sampling, group_id, sample)
                     prompt_ids = {"prompt_token_ids": token_ids}

@@ -1,0 +1,249 @@
+"""Work for a pool of actors: who does it, and what becomes of it when an actor dies over it."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from torchtitan_rl.core.waiting import together
+from torchtitan_rl.supervision.pool import ActorPool, Replica, ReplicaDiedError
+
+Payload = TypeVar("Payload")
+Outcome = TypeVar("Outcome")
+
+
+@dataclass(frozen=True, slots=True)
+class FailurePolicy:
+    """What becomes of work over which an actor died."""
+
+    attempts: int
+    """Actors that may die over the same work; then it fails, and only it."""
+    isolated: bool = False
+    """Whether the last attempt is made in isolation, so that work that kills does not fail what was
+    only beside it."""
+    exclusive: bool = False
+    """Whether nothing else is under way in the pool during that attempt, so that a death proves
+    who caused it. Else only other isolated work waits."""
+
+    @property
+    def shared_attempts(self) -> int:
+        """Attempts that are made beside other work."""
+        return self.attempts - self.isolated
+
+
+RETRY = FailurePolicy(attempts=3)
+"""The same call on the successor: for calls without a state that cannot be divided."""
+RETRY_ELSEWHERE = FailurePolicy(attempts=3, isolated=True)
+"""On any other actor, at once; the third and last attempt is made apart from other suspects."""
+ISOLATE = FailurePolicy(attempts=2, isolated=True, exclusive=True)
+"""Every part of a call that died runs once more, with nothing beside it: the guilty is certain."""
+RETRY_THEN_ISOLATE = FailurePolicy(attempts=3, isolated=True, exclusive=True)
+"""The call is made once more as a whole, for most deaths are accidents; then as ISOLATE."""
+
+
+@dataclass(slots=True)
+class Work(Generic[Payload, Outcome]):
+    """A part of a call that is done or fails as a whole."""
+
+    payload: Payload
+    key: str = ""
+    """Work with the same key goes to the same replica while its router remembers it."""
+    load: int = 1
+    """How busy it keeps a replica."""
+    deaths: int = 0
+    """Actors that died over it."""
+    alone: bool = False
+    """Whether it runs in a call of its own: one that it shared has failed."""
+    outcome: Outcome | None = None
+    error: Exception | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has neither an outcome nor an error."""
+        return self.outcome is None and self.error is None
+
+
+@dataclass(slots=True)
+class Assignment(Generic[Payload, Outcome]):
+    """What one replica is asked in one call."""
+
+    replica: Replica
+    works: list[Work[Payload, Outcome]] = field(default_factory=list)
+    load: int = 0
+
+    def add(self, work: Work[Payload, Outcome]) -> None:
+        self.works.append(work)
+        self.load += work.load
+        self.replica.load += work.load
+
+    @property
+    def payloads(self) -> list[Payload]:
+        return [work.payload for work in self.works]
+
+    def release(self) -> None:
+        """Note that the replica is done with it. Can be called twice."""
+        self.replica.load -= self.load
+        self.load = 0
+
+
+class Router:
+    """Chooses the least loaded replica; with `sticky`, the one that has had the same key."""
+
+    def __init__(self, *, sticky: bool = False) -> None:
+        self._sticky = sticky
+        self.homes: dict[str, Replica] = {}
+
+    def choose(self, key: str, alive: Sequence[Replica]) -> Replica:
+        replica = self.homes.get(key)
+        if replica is None or replica.spawned is None:
+            replica = min(alive, key=lambda r: (r.load, r.number))
+            if self._sticky:
+                self.homes[key] = replica
+        return replica
+
+    def forget(self) -> None:
+        """Choose anew for every key."""
+        self.homes.clear()
+
+
+class Dispatcher(Generic[Payload, Outcome]):
+    """Has work done by a pool, under a failure policy.
+
+    `call` is given an actor and the payloads of one call, and returns an outcome for each; an error
+    that it raises is an answer of the actor, and makes every part of the call run by itself.
+    `blame` makes the error of work over which too many actors have died. `abandon` tells an actor
+    that nobody waits for some payloads any more.
+
+    Example:
+        grade = Dispatcher(pool, ISOLATE, what="grade", call=call, blame=blame)
+        works = [Work(group) for group in groups]
+        await grade.run(works)
+    """
+
+    def __init__(
+        self,
+        pool: ActorPool,
+        policy: FailurePolicy,
+        *,
+        what: str,
+        call: Callable[[Any, list[Payload]], Awaitable[list[Outcome]]],
+        blame: Callable[[Work[Payload, Outcome], ReplicaDiedError], Exception],
+        abandon: Callable[[Any, list[Payload]], Awaitable[Any]] | None = None,
+        router: Router | None = None,
+    ) -> None:
+        self.pool, self.policy, self.router = pool, policy, router or Router()
+        self._what, self._call, self._blame, self._abandon = what, call, blame, abandon
+        self._calls = self._isolating = 0
+        """Attempts under way, and `run`s that have only suspects left."""
+        self._changed = asyncio.Event()
+        self._one_suspect = asyncio.Lock()
+
+    async def run(
+        self, works: Sequence[Work[Payload, Outcome]], *, step: int | None = None
+    ) -> None:
+        """Return when each work has an outcome or an error."""
+        isolating = False
+        try:
+            while left := [work for work in works if work.is_open]:
+                shared = [work for work in left if work.deaths < self.policy.shared_attempts]
+                if not shared and not isolating:
+                    isolating = True
+                    self._isolating += 1
+                async with self._turn(alone=not shared):
+                    await self._attempt(shared or left[:1], step)
+        finally:
+            if isolating:
+                self._isolating -= 1
+                self._notify()
+
+    @contextlib.asynccontextmanager
+    async def _turn(self, *, alone: bool) -> AsyncIterator[None]:
+        """Hold a place for an attempt. One that must be alone waits for all others and, if the
+        policy says so, the others wait until no suspects are left."""
+        if not self.policy.exclusive:
+            async with self._one_suspect if alone else contextlib.nullcontext():
+                yield
+            return
+        while self._calls if alone else self._isolating:
+            await self._changed.wait()
+        self._calls += 1
+        try:
+            yield
+        finally:
+            self._calls -= 1
+            self._notify()
+
+    def _notify(self) -> None:
+        """Wake whoever waits for a turn."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _attempt(self, works: list[Work[Payload, Outcome]], step: int | None) -> None:
+        await self.pool.wait_for_replica()
+        assignments = self._assign(works)
+        try:
+            await together(*(self._perform(assignment, step) for assignment in assignments))
+        finally:
+            for assignment in assignments:  # also those that were cancelled before they began
+                assignment.release()
+
+    def _assign(self, works: list[Work[Payload, Outcome]]) -> list[Assignment[Payload, Outcome]]:
+        assignments: dict[tuple[int, int | None], Assignment[Payload, Outcome]] = {}
+        for index, work in enumerate(works):
+            replica = self.router.choose(work.key, self.pool.alive)
+            key = (replica.number, index if work.alone else None)
+            assignments.setdefault(key, Assignment(replica)).add(work)
+        return list(assignments.values())
+
+    async def _perform(self, assignment: Assignment[Payload, Outcome], step: int | None) -> None:
+        """Give the works of an assignment their outcomes, or an error; or leave them open, to be
+        assigned again."""
+        works, payloads = assignment.works, assignment.payloads
+        spawned = assignment.replica.spawned
+        try:
+            if spawned is None:  # died since it was chosen
+                return
+            outcomes = await self.pool.call(
+                assignment.replica,
+                self._what,
+                lambda actor: self._call(actor, payloads),
+                step=step,
+            )
+            self.pool.deaths.in_a_row = 0
+            for work, outcome in zip(works, outcomes, strict=True):
+                work.outcome = outcome
+        except asyncio.CancelledError:
+            if spawned is assignment.replica.spawned:
+                self._cancel(assignment)
+            raise
+        except ReplicaDiedError as error:
+            for work in works:
+                work.deaths += 1
+                if work.deaths >= self.policy.attempts:
+                    work.error = self._blame(work, error)
+                    work.error.__cause__ = error
+        except Exception as error:
+            # One of them may be to blame: each once more, by itself.
+            for work in works:
+                work.error = error if len(works) == 1 else None
+                work.alone = True
+        finally:
+            assignment.release()
+
+    def _cancel(self, assignment: Assignment[Payload, Outcome]) -> None:
+        """Have an actor drop what nobody waits for any more; until it has, it is no less busy. One
+        that does not even return from this hangs, and is replaced."""
+        if self._abandon is None:
+            return
+        abandon, kept = self._abandon, Assignment[Payload, Outcome](assignment.replica)
+        for work in assignment.works:
+            kept.add(work)
+
+        async def cancel() -> None:
+            with contextlib.suppress(Exception):  # nobody waits for this either
+                await self.pool.call(
+                    kept.replica, "cancel", lambda actor: abandon(actor, kept.payloads)
+                )
+
+        self.pool.in_background(cancel()).add_done_callback(lambda _: kept.release())

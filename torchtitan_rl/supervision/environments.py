@@ -1,0 +1,76 @@
+"""The environment of a run, replaced when its process dies.
+
+The environment keeps no conversation, so a call that died is made again on its successor. If that
+one dies too, every conversation of the call goes on by itself, and the one that kills fails.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torchtitan_rl.actors.interfaces import EnvironmentRequest, EnvironmentResponse
+from torchtitan_rl.core.errors import TorchtitanRLError
+from torchtitan_rl.core.types import Outcome
+from torchtitan_rl.observability.timeline import Timeline
+from torchtitan_rl.supervision.dispatch import RETRY_THEN_ISOLATE, Dispatcher, Work
+from torchtitan_rl.supervision.pool import ActorPool, ReplicaDiedError, Spawn
+
+
+class DeadlyRequestError(TorchtitanRLError, RuntimeError):
+    """Environment after environment died over a request."""
+
+
+class Environments:
+    """One environment at a time, and as many one after the other as it takes.
+
+    Example:
+        environments = Environments(lambda number: spawn_environment(config, task))
+        await environments.start()
+        responses = await environments.respond(requests)
+    """
+
+    def __init__(
+        self, spawn: Spawn, *, deadline_seconds: float = 1800.0, timeline: Timeline | None = None
+    ) -> None:
+        self.pool = ActorPool(
+            "environment", spawn, deadline_seconds=deadline_seconds, timeline=timeline
+        )
+        self._dispatcher = Dispatcher(
+            self.pool, RETRY_THEN_ISOLATE, what="respond", call=_respond, blame=_blame
+        )
+
+    async def start(self) -> None:
+        """Spawn the environment."""
+        await self.pool.start()
+
+    async def stop(self) -> None:
+        """End every process of the environment."""
+        await self.pool.stop()
+
+    async def respond(
+        self, requests: Sequence[EnvironmentRequest], *, step: int | None = None
+    ) -> list[EnvironmentResponse]:
+        """A response to each request; one over which environments die is a failure of its own."""
+        works = [Work[EnvironmentRequest, EnvironmentResponse](request) for request in requests]
+        await self._dispatcher.run(works, step=step)
+        return [_response(work) for work in works]
+
+
+async def _respond(actor: Any, requests: list[EnvironmentRequest]) -> list[EnvironmentResponse]:
+    return await actor.respond.call_one(requests)
+
+
+def _blame(
+    work: Work[EnvironmentRequest, EnvironmentResponse], error: ReplicaDiedError
+) -> Exception:
+    return DeadlyRequestError(f"{work.deaths} environments died over it, the last of them {error}")
+
+
+def _response(work: Work[EnvironmentRequest, EnvironmentResponse]) -> EnvironmentResponse:
+    if work.outcome is not None:
+        return work.outcome
+    assert work.error is not None
+    if not isinstance(work.error, DeadlyRequestError):
+        raise work.error
+    request = work.payload
+    outcomes: list[Outcome] = ["raised" for _ in request.calls]
+    return EnvironmentResponse([], request.state, outcomes, failure=str(work.error))

@@ -1,0 +1,384 @@
+"""A pool of actors of one kind: started, watched, called with deadlines, and replaced.
+
+One pool serves every kind of actor that a run can replace: generators, graders, the environment,
+the reference. What becomes of the work of an actor that died is `dispatch.py`'s business.
+
+Between two awaits nobody else runs, so nothing here needs a lock: what is looked at and what is
+done about it are never apart.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
+from monarch.actor import ActorError
+
+from torchtitan_rl.core.errors import ActorBrokenError, TorchtitanRLError, describe_error
+from torchtitan_rl.core.waiting import Interrupted, Result, interruptible, together
+from torchtitan_rl.observability.console import console
+from torchtitan_rl.observability.timeline import Timeline
+from torchtitan_rl.supervision.calls import DeadlineError, WorkerDiedError, call_with_deadline
+
+START_ATTEMPTS = 3
+"""How often a successor is started."""
+
+WATCH_SECONDS = 0.5
+"""How often the processes are looked at. Monarch may take half a minute to report that a process
+it has just sent a message to is gone, and never reports one that nobody calls."""
+
+
+class ActorsDiedError(TorchtitanRLError, RuntimeError):
+    """No actor of a kind is left, and none is on its way: the run cannot go on."""
+
+
+class ReplicaDiedError(TorchtitanRLError, RuntimeError):
+    """An actor died, hung or broke over a call; its successor is on its way."""
+
+
+class Supervised(Protocol):
+    """What a pool needs to know about an actor and its processes; see `spawn.Spawned`."""
+
+    actor: Any
+
+    @property
+    def alive(self) -> bool: ...
+
+    @property
+    def host(self) -> str: ...
+
+    async def stop(self) -> None: ...
+
+
+Spawn = Callable[[int], Awaitable[Any]]
+"""Starts the actor of the replica with this number; returns a `Supervised`."""
+CallNewcomer = Callable[[str, Callable[[Any], Awaitable[Any]]], Awaitable[Any]]
+"""Calls an actor that has not joined yet: what for, and the call, given the actor."""
+OnJoin = Callable[[CallNewcomer], Awaitable[None]]
+
+
+@dataclass(slots=True)
+class Replica:
+    """One place in a pool: an actor and, when that has died, its successors."""
+
+    number: int
+    name: str
+    """Its lane in the timeline: `generator 0`, `grader`."""
+    label: str
+    """Its name within a sentence: `generator 0`, `the grader`."""
+    spawned: Any = None
+    """The actor that gets calls; None while it is being started or replaced, and when it is
+    lost."""
+    processes: list[Any] = field(default_factory=list)
+    """All that were started and have not been ended; the newest is last."""
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the newest has died."""
+    ended_at: float | None = None
+    """When the newest was first seen to have ended, by the loop's clock."""
+    calls: int = 0
+    """Calls under way."""
+    load: int = 0
+    """Work it is busy with, in whatever unit the router balances."""
+    since: float = 0.0
+    """When its last start began, by the loop's clock."""
+    lost: BaseException | None = None
+    """Why it could not be replaced. Tried again when another replica dies."""
+
+    def describe(self, now: float) -> str:
+        """What it is doing, for messages."""
+        if self.spawned is not None:
+            return f"{self.name}: at work on {self.load} requests"
+        if self.lost is not None:
+            return f"{self.name}: lost: {describe_error(self.lost)}"
+        return f"{self.name}: being replaced for {now - self.since:.0f} s"
+
+
+@dataclass(slots=True)
+class Deaths:
+    """How many actors of a pool have died, for the metrics and for knowing when to give up."""
+
+    total: int = 0
+    in_a_row: int = 0
+    """Deaths since any work was done."""
+    since_step: int = 0
+    """Deaths that were not reported yet."""
+
+
+class ActorPool:
+    """Replicas of one actor that outlive their processes.
+
+    `on_join` is awaited with every new actor before it gets work, for instance to bring it the
+    current weights. It is given a function that calls the newcomer, with a deadline and watched.
+
+    Example:
+        pool = ActorPool("grader", lambda number: spawn_grader(config, task))
+        await pool.start()
+        replica = await pool.wait_for_replica()
+        await pool.call(replica, "grade", lambda actor: actor.rewards.call_one(groups))
+        await pool.stop()
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        spawn: Spawn,
+        count: int = 1,
+        *,
+        deadline_seconds: float = 1800.0,
+        most_deaths_in_a_row: int = 5,
+        last_words_seconds: float = 0.0,
+        numbered: bool = False,
+        on_join: OnJoin | None = None,
+        timeline: Timeline | None = None,
+    ) -> None:
+        self.kind = kind
+        if numbered or count > 1:
+            names = [f"{kind} {number}" for number in range(count)]
+            self.replicas = [Replica(i, name, name) for i, name in enumerate(names)]
+        else:
+            self.replicas = [Replica(0, kind, f"the {kind}")]
+        self.deaths = Deaths()
+        self._spawn, self._on_join = spawn, on_join
+        self._deadline = deadline_seconds
+        self._most_deaths = most_deaths_in_a_row
+        self._last_words = last_words_seconds
+        """How long Monarch gets to report how a process ended, while a call waits for it."""
+        self._timeline = timeline or Timeline()
+        self._changed = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._stopping = False
+        self._printed: set[str] = set()
+
+    async def start(self) -> None:
+        """Spawn all replicas, side by side."""
+        for replica in self.replicas:
+            replica.since = asyncio.get_running_loop().time()
+        try:
+            await together(*(self._start(replica) for replica in self.replicas))
+        except BaseException:
+            await self.stop()
+            raise
+        self.in_background(self._watch())
+
+    async def stop(self) -> None:
+        """End every process, also of replicas that are just starting, and start no more."""
+        self._stopping = True
+        for replica in self.replicas:
+            replica.spawned = None
+            replica.gone.set()
+        self._notify()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(self._end(replica) for replica in self.replicas))
+
+    def take_deaths(self) -> int:
+        """How many died since the last call of this method."""
+        died, self.deaths.since_step = self.deaths.since_step, 0
+        return died
+
+    @property
+    def hosts(self) -> set[str]:
+        """The machines that the replicas are on."""
+        return {replica.spawned.host for replica in self.alive}
+
+    @property
+    def alive(self) -> list[Replica]:
+        """The replicas that can be called."""
+        return [replica for replica in self.replicas if replica.spawned is not None]
+
+    async def wait_for_replica(self) -> None:
+        """Return as soon as any replica can be called."""
+        self._look_at_all()  # a process that has just ended would not answer
+        seconds = START_ATTEMPTS * self._deadline  # a start that hangs is tried again
+        try:
+            async with asyncio.timeout(seconds):
+                while not self.alive:
+                    if self._stopping:
+                        raise ActorsDiedError(f"the {self.kind}s were stopped")
+                    if all(replica.lost for replica in self.replicas):
+                        raise ActorsDiedError(
+                            f"no {self.kind} is left ({self.deaths.in_a_row} died one after the "
+                            f"other): {self.describe()}. Look into the run's logs folder"
+                        ) from self.replicas[0].lost
+                    await self._changed.wait()
+        except TimeoutError:
+            reason = f"waited {seconds:.0f} s for a {self.kind}: {self.describe()}"
+            raise DeadlineError(reason) from None
+
+    def describe(self) -> str:
+        """What every replica is doing, for messages."""
+        now = asyncio.get_running_loop().time()
+        return "; ".join(replica.describe(now) for replica in self.replicas)
+
+    async def call(
+        self,
+        replica: Replica,
+        what: str,
+        call: Callable[[Any], Awaitable[Result]],
+        *,
+        step: int | None = None,
+    ) -> Result:
+        """What the replica's actor returns. If it dies over the call, breaks or never returns, it
+        is replaced, and ReplicaDiedError says so; any other error is the actor's own."""
+        spawned = replica.spawned
+        if spawned is None:
+            raise ReplicaDiedError(f"{replica.label} is being replaced")
+        try:
+            return await self._wait(replica, what, call(spawned.actor), replica.gone, step=step)
+        except Exception as error:
+            if not is_death(error):
+                raise
+            self._discard(replica, spawned, error)
+            raise ReplicaDiedError(f"{replica.name}: {describe_error(error)}") from error
+
+    def in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run `work` until it ends or the pool is stopped."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _wait(
+        self,
+        replica: Replica,
+        what: str,
+        call: Awaitable[Result],
+        gone: asyncio.Event,
+        *,
+        step: int | None = None,
+    ) -> Result:
+        waiting = call_with_deadline(
+            f"{replica.label} to {what}", call, deadline_seconds=self._deadline
+        )
+        details = {} if step is None else {"step": step}
+        replica.calls += 1
+        try:
+            with self._timeline.span(replica.name, what, **details):
+                return await interruptible(gone, waiting)
+        except Interrupted:
+            raise WorkerDiedError(f"while waiting for {replica.label} to {what}, it died") from None
+        finally:
+            replica.calls -= 1
+
+    # ---- starting, ending, replacing -----------------------------------------------------------
+
+    async def _start(self, replica: Replica) -> None:
+        """Spawn an actor for the replica; it gets calls when `on_join` is done with it."""
+        spawned = await self._wait(replica, "start", self._spawned(replica), asyncio.Event())
+        if self._on_join is not None:
+            await self._on_join(partial(self._call_newcomer, replica, spawned))
+        # Nothing is awaited between the end of `on_join` and this: what that looked at last, such
+        # as which weights are the newest, is still so.
+        if not self._stopping:
+            replica.spawned = spawned
+            self._notify()
+
+    async def _call_newcomer(
+        self, replica: Replica, spawned: Any, what: str, call: Callable[[Any], Awaitable[Any]]
+    ) -> Any:
+        return await self._wait(replica, what, call(spawned.actor), replica.gone)
+
+    async def _spawned(self, replica: Replica) -> Any:
+        # Noted here and not by who waits for it, who may be cancelled just as it is ready.
+        spawned = await self._spawn(replica.number)
+        replica.processes.append(spawned)
+        replica.gone, replica.ended_at = asyncio.Event(), None
+        return spawned
+
+    async def _end(self, replica: Replica) -> None:
+        """End all processes of a replica. One that cannot be ended is tried again next time."""
+        for spawned in list(replica.processes):
+            try:
+                await self._wait(replica, "end", spawned.stop(), asyncio.Event())
+                replica.processes = [s for s in replica.processes if s is not spawned]
+            except Exception as error:
+                self._print(f"{replica.label} could not be ended: {describe_error(error)}")
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            self._look_at_all()
+
+    def _look_at_all(self) -> None:
+        for replica in self.replicas:
+            try:
+                self._look(replica)
+            except Exception as error:
+                self._print(f"{replica.label} cannot be watched: {describe_error(error)}")
+
+    def _look(self, replica: Replica) -> None:
+        if not replica.processes or replica.processes[-1].alive:
+            return
+        now = asyncio.get_running_loop().time()
+        replica.ended_at = now if replica.ended_at is None else replica.ended_at
+        if replica.calls and now < replica.ended_at + self._last_words:
+            return  # the error of a call may say more about how it ended
+        replica.gone.set()  # it may be just starting
+        self._discard(replica, replica.processes[-1], WorkerDiedError("its process has ended"))
+
+    def _discard(self, replica: Replica, spawned: Any, error: BaseException) -> None:
+        """Note a death, once, and start the successor."""
+        if replica.spawned is not spawned:
+            return  # another call has noticed, or all are being stopped
+        replica.spawned = None
+        replica.gone.set()
+        self.deaths.total += 1
+        self.deaths.in_a_row += 1
+        self.deaths.since_step += 1
+        if self.deaths.in_a_row > self._most_deaths:
+            self._lose(replica, error)
+            self.in_background(self._end(replica))
+            return
+        for again in [replica, *(r for r in self.replicas if r.lost)]:
+            again.lost, again.since = None, asyncio.get_running_loop().time()
+            task = self.in_background(self._replace(again))
+            task.add_done_callback(partial(self._replaced, again))
+        self._print(f"{replica.label} died; replacing it", once=False)
+
+    async def _replace(self, replica: Replica) -> None:
+        await self._end(replica)  # whatever is left of the dead one
+        for left in reversed(range(START_ATTEMPTS)):
+            try:
+                await self._start(replica)
+                return
+            except Exception:
+                await self._end(replica)
+                if not left:
+                    raise
+
+    def _replaced(self, replica: Replica, task: asyncio.Task[None]) -> None:
+        if self._stopping:
+            return
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        if error is not None:
+            self._lose(replica, error)
+
+    def _lose(self, replica: Replica, error: BaseException) -> None:
+        replica.lost = error
+        self._notify()
+        self._print(f"{replica.label} is not replaced: {describe_error(error)}", once=False)
+
+    def _notify(self) -> None:
+        """Wake whoever waits for a replica."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _print(self, line: str, *, once: bool = True) -> None:
+        if once and line in self._printed:
+            return
+        self._printed.add(line)
+        with contextlib.suppress(OSError, ValueError):  # a terminal that is gone costs no actor
+            console.print(line, markup=False)
+
+
+def is_death(error: BaseException) -> bool:
+    """Whether a call failed because its actor died, hangs or is broken, and not because of what was
+    asked of it."""
+    if isinstance(error, ActorError):
+        return isinstance(error.exception, ActorBrokenError)
+    return isinstance(error, WorkerDiedError | SupervisionError | ActorBrokenError | DeadlineError)

@@ -1,0 +1,62 @@
+"""The frozen reference model of a run, replaced when one of its processes dies.
+
+Its weights are those of the starting model, so a call that died is made again on its successor.
+"""
+
+from typing import Any
+
+import torch
+
+from torchtitan_rl.batching.grid import Grid
+from torchtitan_rl.observability.timeline import Timeline
+from torchtitan_rl.supervision.dispatch import RETRY, Dispatcher, Work
+from torchtitan_rl.supervision.pool import ActorPool, ActorsDiedError, ReplicaDiedError, Spawn
+from torchtitan_rl.supervision.spawn import per_rank
+
+RankLogprobs = list[list[torch.Tensor]]
+"""For each rank, for each of its cells: [tokens] logprobs."""
+
+
+class References:
+    """One reference mesh at a time, and as many one after the other as it takes.
+
+    Example:
+        references = References(lambda number: spawn_reference(config, model=model))
+        await references.start()
+        ranks = await references.logprobs(grid)
+    """
+
+    def __init__(
+        self, spawn: Spawn, *, deadline_seconds: float = 1800.0, timeline: Timeline | None = None
+    ) -> None:
+        self.pool = ActorPool(
+            "reference", spawn, deadline_seconds=deadline_seconds, timeline=timeline
+        )
+        self._dispatcher = Dispatcher[Grid, RankLogprobs](
+            self.pool, RETRY, what="compute logprobs", call=_logprobs, blame=_blame
+        )
+
+    async def start(self) -> None:
+        """Spawn the reference."""
+        await self.pool.start()
+
+    async def stop(self) -> None:
+        """End every process of the reference."""
+        await self.pool.stop()
+
+    async def logprobs(self, grid: Grid, *, step: int | None = None) -> RankLogprobs:
+        """What each rank of the mesh returns, in rank order."""
+        work = Work[Grid, RankLogprobs](grid)
+        await self._dispatcher.run([work], step=step)
+        if work.error is not None:
+            raise work.error
+        assert work.outcome is not None
+        return work.outcome
+
+
+async def _logprobs(actor: Any, grids: list[Grid]) -> list[RankLogprobs]:
+    return [per_rank(await actor.logprobs.call(grid)) for grid in grids]
+
+
+def _blame(work: Work[Grid, RankLogprobs], error: ReplicaDiedError) -> Exception:
+    return ActorsDiedError(f"{work.deaths} references died over one call, the last: {error}")
