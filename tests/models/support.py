@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from torchtitan_rl.models.replay import find_routers
+from torchtitan_rl.models.router_replay import find_routers
 from torchtitan_rl.models.spec import build_on_meta, model_spec
 
 

@@ -18,7 +18,7 @@ from torchtitan_rl.models.hf import (
     read_hf_config,
 )
 from torchtitan_rl.models.makers.tiny import TINY_QWEN3, TINY_QWEN3_MOE, write_tiny_model
-from torchtitan_rl.models.replay import find_routers, replay
+from torchtitan_rl.models.router_replay import find_routers, replay_routing
 from torchtitan_rl.models.spec import build_on_meta, model_spec
 
 TOKENS = torch.randint(0, 265, (3, 47), generator=torch.Generator().manual_seed(0))
@@ -82,7 +82,7 @@ def test_its_gradient_is_that_of_transformers(model, reference, moe_model):
 
 def test_an_expert_without_a_token_has_no_gradient_and_harms_nobody(model):
     routing = torch.tensor([0, 1]).expand(TOKENS.numel(), 2, 2)
-    with replay(model, routing):
+    with replay_routing(model, routing):
         forward(model, TOKENS).sum().backward()
     gradient = model.get_parameter("layers.1.moe.routed_experts.inner_experts.w1_EFD").grad
     assert gradient[:2].abs().sum() > 0
@@ -176,7 +176,7 @@ def test_replay_selects_exactly_and_the_gate_learns(model, recompute):
     routing, seen = any_routing(), []
     for router in find_routers(model):
         router.register_forward_hook(lambda _, __, output: seen.append(output[1].flatten(0, 1)))
-    with replay(model, routing.to(torch.uint8)):
+    with replay_routing(model, routing.to(torch.uint8)):
         forward(model, TOKENS).log_softmax(-1)[..., 7].sum().backward()
     # Layer 0 is dense: the two columns are layers 1 and 2, and once more on the way back.
     expected = [routing[:, 0], routing[:, 1]] + [routing[:, 1], routing[:, 0]] * recompute
@@ -191,7 +191,7 @@ def test_replaying_its_own_selection_changes_neither_output_nor_gradient(model):
     results = []
     for replayed in (None, routing):
         model.zero_grad()
-        with replay(model, replayed):
+        with replay_routing(model, replayed):
             logits = forward(model, TOKENS)
             logits.log_softmax(-1)[..., 7].sum().backward()
         results.append([logits.detach(), *(p.grad.clone() for p in model.parameters())])
@@ -201,7 +201,7 @@ def test_replaying_its_own_selection_changes_neither_output_nor_gradient(model):
 
 def test_the_scores_are_those_of_the_live_router(model):
     with torch.no_grad():
-        with replay(model, any_routing()):
+        with replay_routing(model, any_routing()):
             before = forward(model, TOKENS)
             find_routers(model)[0].gate.weight.mul_(3.0)
             after = forward(model, TOKENS)
@@ -212,7 +212,7 @@ def test_nothing_is_left_behind_when_the_block_fails(model):
     expected = selected_experts(model, TOKENS)
 
     def fail_inside():
-        with replay(model, any_routing()):
+        with replay_routing(model, any_routing()):
             forward(model, TOKENS)
             raise KeyError("loss")
 
@@ -225,7 +225,7 @@ def test_nothing_is_left_behind_when_the_block_fails(model):
 def test_nothing_is_taken_over_from_an_earlier_microbatch(model):
     for router in find_routers(model):
         router.selection = any_routing()[:, 0]
-    with replay(model, None):
+    with replay_routing(model, None):
         assert all(router.selection is None for router in find_routers(model))
 
 
@@ -243,7 +243,7 @@ def test_nothing_is_taken_over_from_an_earlier_microbatch(model):
 )
 def test_routing_that_does_not_fit_is_refused(model, routing, message):
     def run():
-        with replay(model, routing):
+        with replay_routing(model, routing):
             forward(model, TOKENS)
 
     with pytest.raises(ValueError, match=message):
@@ -253,12 +253,12 @@ def test_routing_that_does_not_fit_is_refused(model, routing, message):
 
 def test_a_dense_model_has_nothing_to_replay(tiny_model):
     model = titan_model(tiny_model)
-    with replay(model, None):
+    with replay_routing(model, None):
         forward(model, TOKENS)
-    with pytest.raises(ValueError, match="no experts"), replay(model, any_routing()):
+    with pytest.raises(ValueError, match="no experts"), replay_routing(model, any_routing()):
         pass
 
 
 def test_filler_is_valid_routing(model):
-    with replay(model, torch.from_numpy(filler(TOKENS.numel(), 2, 2, expert_dtype(8)))):
+    with replay_routing(model, torch.from_numpy(filler(TOKENS.numel(), 2, 2, expert_dtype(8)))):
         assert forward(model, TOKENS).isfinite().all()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.models.support import forward, titan_model
-from torchtitan_rl.models.replay import replay
+from torchtitan_rl.models.router_replay import replay_routing
 from torchtitan_rl.platform import worker_env
 
 SCRIPT = """
@@ -22,7 +22,7 @@ from tests.models.support import forward
 from torchtitan_rl.models.checkpoint import load_hf
 from torchtitan_rl.config.parallelism import Parallelism
 from torchtitan_rl.models.parallel import build_parallel_model
-from torchtitan_rl.models.replay import find_routers, replay
+from torchtitan_rl.models.router_replay import find_routers, replay_routing
 from torchtitan_rl.models.spec import model_spec
 
 folder, tokens, routing, target = sys.argv[1], *pickle.load(open(sys.argv[2], "rb")), sys.argv[3]
@@ -38,7 +38,7 @@ def run(**degrees):
     chosen = []
     for router in find_routers(model):
         router.register_forward_hook(lambda _, __, out: chosen.append(full(out[1]).flatten(0, 1)))
-    with replay(model, routing):
+    with replay_routing(model, routing):
         logits = full(forward(model, tokens))
         logits.log_softmax(-1)[..., 7].sum().backward()
     gradients = {name.replace("_checkpoint_wrapped_module.", ""): full(p.grad).clone()
@@ -99,7 +99,7 @@ def results(moe_model, batch, tmp_path_factory):
 def test_replay_on_two_ranks_is_replay_on_one(moe_model, batch, results, case, copies):
     tokens, routing = batch
     model = titan_model(moe_model)
-    with replay(model, routing):
+    with replay_routing(model, routing):
         logits = forward(model, tokens)
         logits.log_softmax(-1)[..., 7].sum().backward()
     chosen, sharded_logits, gradients = results[case]

@@ -1,4 +1,4 @@
-"""Checkpoints through torchtitan's CheckpointManager, and HF safetensors in and out."""
+"""Checkpoints with torchtitan's CheckpointManager, and loading and export of HF folders."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,12 +25,12 @@ from torchtitan_rl.observability.run_folder import find_checkpoints
 
 @dataclass(slots=True)
 class TrainState(Stateful):
-    """What a checkpoint holds beside weights, optimizer and schedule."""
+    """Counters that a checkpoint holds beside weights, optimizer and schedule."""
 
     step: int = 0
-    """Controller steps finished."""
+    """Number of finished steps of the controller."""
     policy_version: int = 0
-    """Batches trained on: a step without a trainable episode has none."""
+    """Number of batches trained on; a step without a trainable episode has none."""
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -44,7 +44,7 @@ class TrainState(Stateful):
 
 
 class Checkpoints:
-    """Saves and loads one trainer; every method is called by all ranks together."""
+    """Checkpoints of one trainer; all ranks call every method together."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Checkpoints:
         self._manager.states.pop("dataloader")
 
     def load(self, *, resume: bool) -> None:
-        """Load the newest whole checkpoint if `resume` and there is one, else the HF folder."""
+        """Load the newest complete checkpoint if `resume` and there is one, else the HF folder."""
         if not resume and find_checkpoints(self._manager.folder):
             raise FileExistsError(
                 f"{self._manager.folder} already holds checkpoints; resume the run or use another "
@@ -86,22 +86,22 @@ class Checkpoints:
         self._manager.load()
 
     def save(self, step: int) -> None:
-        """Write `step-<step>`; it counts as a checkpoint only once its last file is in place."""
+        """Write `step-<step>`; it counts as a checkpoint once its last file is in place."""
         self._manager.save(step)
 
     def hf_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The full weights under their HF names, one at a time."""
         with torch.no_grad():
             for name, tensor in self._model.state_dict().items():
-                # Gathered before it is named: the adapter splits experts, and of sharded ones it
-                # would name only those of this rank.
+                # Gathered first: the adapter splits experts, and would name only those of this
+                # rank if they were sharded.
                 full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
                 yield from self._adapter.to_hf({name: full}).items()
 
     def export_hf(self, folder: Path, *, source: Path) -> None:
-        """Write an HF folder that transformers and vLLM load, whole or not at all.
+        """Write an HF folder that transformers and vLLM can load; it is complete or absent.
 
-        In the dtype its config names: that of the folder the run started from.
+        Weights have the dtype that the config of `source` names.
         """
         dtype = hf_dtype(read_hf_config(source))
         tensors = {

@@ -1,4 +1,4 @@
-"""The last layer of a model that trains: logprobs of chosen tokens in place of logits."""
+"""Output layer of a model in training: logprobs of chosen tokens in place of logits."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -15,18 +15,18 @@ from torchtitan_rl.models.logprobs import WHOLE_VOCABULARY, VocabShard, chosen_l
 
 @dataclass(slots=True)
 class Chosen:
-    """Where in a row, of which some tokens may be left out, to predict what."""
+    """Tokens whose logprobs are computed, and where in the computed row they are predicted."""
 
-    predictors: torch.Tensor  # [tokens] where in the row each is predicted; some more than once
+    predictors: torch.Tensor  # [tokens] index in the row; an index may occur more than once
     targets: torch.Tensor  # [tokens]
     temperatures: torch.Tensor  # [tokens]
 
 
 class LogprobHead(Linear):
-    """Returns logprobs and entropies [tokens] where `chosen` says; without `chosen`, logits.
+    """Output layer that returns logprobs and entropies [tokens] of `chosen`; without it, logits.
 
-    It is the model's own module, called once in its forward pass, so that FSDP gathers its weight
-    and reduces its gradient once, and tensor parallelism never gathers a logit.
+    As a module of the model, called once per forward pass, it lets FSDP gather the weight and
+    reduce its gradient once, and tensor parallelism never gathers logits.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -34,9 +34,9 @@ class LogprobHead(Linear):
         pass
 
     chosen: Chosen | None = None
-    """Set before the forward pass: what the layers above hand on are hidden states alone."""
+    """Set before the forward pass, since the model passes only hidden states to this module."""
 
-    # torchtitan shards the argument by its name.
+    # The argument's name must stay: torchtitan shards it by name.
     def forward(self, input: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         if self.chosen is None:
             return super().forward(input)

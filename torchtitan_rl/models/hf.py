@@ -1,4 +1,4 @@
-"""HF folders: what their config.json says, and how they are written: whole or not at all."""
+"""HF folders: reading config.json, and writing folders that are complete or absent."""
 
 import json
 import shutil
@@ -25,8 +25,7 @@ COMPANION_FILES = (
     "tokenizer.model",
     "chat_template.jinja",
 )
-"""What an HF folder holds beside its weights."""
-
+"""Files of an HF folder beside its weights."""
 
 _LLAMA_FIELDS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
@@ -40,8 +39,7 @@ NEEDED_FIELDS = {
         *("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
     ),
 }
-"""Architectures that can be trained, and the fields their config.json must have."""
-
+"""Architectures that can be trained, and the fields that their config.json must have."""
 
 PLAIN = {
     "hidden_act": "silu",
@@ -49,14 +47,14 @@ PLAIN = {
     "mlp_bias": False,
     "use_sliding_window": False,
 }
-"""What else a config.json may say, and what the models here are; another value would be ignored."""
+"""Optional fields of config.json, and the only value that the models here support."""
 
 
 @contextmanager
 def atomic_folder(folder: str | Path) -> Iterator[Path]:
     """A temporary folder that takes the name `folder` when the block ends without an error.
 
-    Whoever looks sees no folder or a whole one, also after Ctrl-C or SIGKILL half-way.
+    Other processes see no folder or a complete one, also after Ctrl-C or SIGKILL half-way.
     """
     final = Path(folder)
     final.parent.mkdir(parents=True, exist_ok=True)
@@ -79,11 +77,11 @@ def copy_companion_files(source: str | Path, target: str | Path) -> None:
 
 
 class ModelFolderError(ValueError):
-    """The HF folder cannot be used; the message names the folder and the fix."""
+    """An HF folder cannot be used; the message names the folder and the fix."""
 
 
 def read_hf_config(folder: str | Path) -> dict[str, Any]:
-    """config.json of an HF folder, or an error that says what to put where."""
+    """Contents of an HF folder's config.json, or an error that says what is missing."""
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise ModelFolderError(
@@ -130,6 +128,7 @@ def tensor_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
 
 
 def rope_theta(config: dict[str, Any]) -> float:
+    """Base of the rotary position embedding."""
     # transformers 5 moved rope_theta into rope_parameters; older folders have it at the top.
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
     rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
@@ -144,11 +143,12 @@ def rope_theta(config: dict[str, Any]) -> float:
 
 
 def head_size(config: dict[str, Any]) -> int:
+    """Dimension of one attention head."""
     return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
 
 
 def moe_layers(config: dict[str, Any]) -> list[int]:
-    """The numbers of the layers with experts; the others, and all of a dense model's, are dense.
+    """Numbers of the layers with experts; empty for a dense model.
 
     Example:
         >>> moe_layers({"num_hidden_layers": 4, "num_experts": 8, "mlp_only_layers": [0]})
@@ -168,7 +168,7 @@ def moe_layers(config: dict[str, Any]) -> list[int]:
 
 
 def experts_of(config: dict[str, Any]) -> Experts | None:
-    """What routing of a model looks like, by its config.json; None if it is dense."""
+    """Sizes of a model's routing, from its config.json; None if it is dense."""
     layers = len(moe_layers(config))
     if not layers:
         return None
@@ -176,7 +176,7 @@ def experts_of(config: dict[str, Any]) -> Experts | None:
 
 
 def hf_dtype(config: dict[str, Any]) -> torch.dtype:
-    """The dtype an HF config gives its weights; older ones call it `torch_dtype`.
+    """Dtype of the weights, from an HF config; older ones name it `torch_dtype`.
 
     Example:
         >>> hf_dtype({"torch_dtype": "bfloat16"})
@@ -190,7 +190,8 @@ def hf_dtype(config: dict[str, Any]) -> torch.dtype:
 
 
 def check_parallelism(hf: dict[str, Any], *, tensor_parallel: int, who: str) -> None:
-    """Tensor parallelism must divide heads and experts; said here, before any process starts."""
+    """Refuse a tensor parallelism that does not divide heads and experts, before any process
+    starts."""
     names = ["num_attention_heads", "num_key_value_heads"]
     if moe_layers(hf):
         names.append("moe_intermediate_size")
@@ -203,6 +204,6 @@ def check_parallelism(hf: dict[str, Any], *, tensor_parallel: int, who: str) -> 
 
 
 def check_experts(hf: dict[str, Any], *, setting: str) -> None:
-    """Only a model with experts has routing to return."""
+    """Refuse a setting for routing if the model has no experts."""
     if not moe_layers(hf):
         raise ValueError(f"{setting} is on, but the model has no experts; switch it off")

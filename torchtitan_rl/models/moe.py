@@ -1,4 +1,4 @@
-"""The mixture of experts of a layer, as torchtitan's: exact on a CPU, its own kernels on a GPU."""
+"""Mixture of experts of a layer: exact on a CPU, torchtitan's own kernels on a GPU."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ from torchtitan.models.common.config_utils import make_token_dispatcher_config
 from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts
 from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 
-from torchtitan_rl.models.replay import ReplayRouter
+from torchtitan_rl.models.router_replay import ReplayRouter
 from torchtitan_rl.platform import device_type
 
 
 class ExactExperts(GroupedExperts):
-    """Computes in the dtype of its input, expert by expert.
+    """Experts computed one by one, in the dtype of their input.
 
-    torchtitan's own casts everything to bfloat16 for a grouped GEMM that only a GPU has.
+    torchtitan's own module casts everything to bfloat16 for a grouped GEMM that only a GPU has.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -28,9 +28,11 @@ class ExactExperts(GroupedExperts):
         pass
 
     def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
-        """The rows come sorted by expert: the first `num_tokens_per_expert_E[0]` are expert 0's."""
+        """Outputs of rows that are sorted by expert: `num_tokens_per_expert_E[0]` rows of expert 0
+        come first."""
         rows = x_RD.split(num_tokens_per_expert_E.tolist())
-        # `unbind`, not indexing: its backward pass makes one gradient of all experts, not one each.
+        # `unbind`, not indexing: its backward pass makes one gradient for all experts, not one
+        # each.
         weights = zip(*(_local(w).unbind() for w in self._weights()), strict=True)
         return torch.cat(
             [
@@ -48,26 +50,27 @@ def _local(weight: torch.Tensor) -> torch.Tensor:
 
 
 class Gate(Linear):
-    """A router's gate whose gradient arrives whole under tensor parallelism.
+    """Gate of a router whose gradient arrives whole under tensor parallelism.
 
-    DTensor would hand it over sharded by rows, and then fail to flatten an odd number of them.
+    DTensor would shard the gradient by rows, and then fail to flatten an odd number of them.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
         pass
 
-    # torchtitan shards the argument by its name.
+    # The argument's name must stay: torchtitan shards it by name.
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         logits = super().forward(input)
         if isinstance(logits, DTensor):
-            # Changes nothing on the way forward, and gathers the gradient on the way back.
+            # Does nothing in the forward pass, and gathers the gradient in the backward pass.
             logits = logits.redistribute(placements=logits.placements)
         return logits
 
 
 class ExpertsAdapter(Qwen3StateDictAdapter):
-    """torchtitan 0.3's, which does not know experts that are replicated over a dimension (HSDP)."""
+    """State-dict adapter that knows experts replicated over a dimension (HSDP), which torchtitan
+    0.3's does not."""
 
     def _caculate_indices_from_placements(
         self, dim: int, dim_size: int, dtensor_placements: tuple, device_mesh: DeviceMesh
@@ -86,10 +89,10 @@ class ExpertsAdapter(Qwen3StateDictAdapter):
 
 
 def moe_config(hf: dict[str, Any], linear: dict[str, Callable]) -> MoE.Config:
-    """The experts of one layer, from config.json; `linear` initialises their weights.
+    """Config of one layer's experts, from config.json; `linear` initialises their weights.
 
-    Without torchtitan's load-balancing bias: it would change the policy behind the loss's back, and
-    the generator does not know it.
+    torchtitan's load-balancing bias stays off: it would change the policy without the loss, and the
+    generator does not have it.
     """
     dim, experts, top_k = hf["hidden_size"], hf["num_experts"], hf["num_experts_per_tok"]
     make_experts = ExactExperts.Config if device_type() == "cpu" else GroupedExperts.Config

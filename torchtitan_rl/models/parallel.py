@@ -1,4 +1,4 @@
-"""Build a torchtitan model on this process's share of the mesh: FSDP2 and tensor parallelism."""
+"""Building a torchtitan model on this process's share of the mesh: FSDP2 and tensor parallelism."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -22,7 +22,7 @@ def build_parallel_model(
     dtype: Dtype,
     activation_checkpoint: Literal["none", "full"],
 ) -> tuple[nn.Module, ParallelDims]:
-    """The model with memory behind it and initialised buffers; weights are loaded by the caller.
+    """The model with allocated memory and initialised buffers; the caller loads the weights.
 
     The default process group must exist.
     """
@@ -32,7 +32,7 @@ def build_parallel_model(
         tensor_parallel_degree=parallelism.tensor_parallel_degree,
         # The backend that runs on gloo as well as on NCCL.
         spmd_backend="partial_dtensor",
-        # It would need row lengths that the degree divides; ours are those of the episodes.
+        # Sequence parallelism needs row lengths that the degree divides; ours vary with episodes.
         enable_sequence_parallel=False,
     )
     parallel_dims = ParallelDims.from_config(titan, parallelism.world_size)
@@ -65,6 +65,6 @@ def build_parallel_model(
 
 @dataclass
 class _ParallelismOnly:
-    """All that a torchtitan model config reads when it is not inside torchtitan's own trainer."""
+    """The part of torchtitan's trainer config that a torchtitan model config reads."""
 
     parallelism: ParallelismConfig

@@ -1,4 +1,4 @@
-"""One process's share of a model on a mesh: what the trainer and the reference have in common."""
+"""One process's share of a model on a mesh: the common part of trainer and reference."""
 
 import os
 from contextlib import AbstractContextManager
@@ -24,7 +24,7 @@ from torchtitan_rl.config.parallelism import Parallelism
 from torchtitan_rl.models.cpu.attention import AttentionPlan
 from torchtitan_rl.models.head import Chosen, LogprobHead
 from torchtitan_rl.models.parallel import build_parallel_model
-from torchtitan_rl.models.replay import replay
+from torchtitan_rl.models.router_replay import replay_routing
 from torchtitan_rl.models.spec import model_spec
 from torchtitan_rl.platform import Dtype, device_type
 
@@ -36,12 +36,12 @@ class Predicted:
     logprobs: torch.Tensor
     entropies: torch.Tensor
     streams: dict[str, torch.Tensor]
-    """The microbatch's fields at these tokens."""
+    """Streams of the microbatch at these tokens."""
     sequence_ids: torch.Tensor
-    """Which sequence each token belongs to."""
+    """Number of the sequence that each token belongs to."""
 
     def where(self, chosen: torch.Tensor) -> "Predicted":
-        """Some of the tokens."""
+        """The predictions at a selection of the tokens."""
         if chosen.all():
             return self
         streams = {name: stream[chosen] for name, stream in self.streams.items()}
@@ -51,7 +51,7 @@ class Predicted:
 
 
 class ModelRank:
-    """A model in memory, its weights not yet loaded, in the process group of its mesh."""
+    """A model in the process group of its mesh; its memory is allocated, its weights not loaded."""
 
     def __init__(
         self,
@@ -82,23 +82,24 @@ class ModelRank:
 
     @property
     def dp_rank(self) -> int:
-        """Which column of a grid is this rank's."""
+        """Data-parallel rank of this process: its column of a grid."""
         if not self.parallel_dims.dp_enabled:
             return 0
         return self.parallel_dims.get_mesh("batch").get_local_rank()
 
     @property
     def leads(self) -> bool:
-        """Whether it is the first of the ranks that share each layer, and so compute the same."""
+        """Whether this rank is the first of a tensor-parallel group, whose ranks compute the
+        same."""
         return dist.get_rank() % self.parallel_dims.tp == 0
 
     def replaying(self, cell: Microbatch, *, on: bool) -> AbstractContextManager[None]:
-        """While open, this microbatch's tokens go to the experts its episodes name; padding, which
-        nobody routed, goes where the router sends it."""
+        """Router replay for a microbatch: inside the block its tokens go to the experts that its
+        episodes name; padding, which has none, goes where the router sends it."""
         if not (on and cell.real):
-            return replay(self.model, None)
+            return replay_routing(self.model, None)
         where, _ = needed(cell.documents)
-        return replay(self.model, cell.streams["routed_experts"][where])
+        return replay_routing(self.model, cell.streams["routed_experts"][where])
 
     def predict(self, cell: Microbatch) -> Predicted:
         """A forward pass: logprobs of the tokens that train; token i is predicted at i - 1."""
@@ -106,9 +107,9 @@ class ModelRank:
         where, documents = needed(cell.documents)
         trains = _trained(cell)
         streams = {n: stream[trains].to(self.device) for n, stream in cell.streams.items()}
-        # What nobody sampled was not sampled at a temperature.
+        # Echo tokens were not sampled, so there is no sampling temperature.
         streams["temperatures"][cell.echoes[trains]] = 1.0
-        # Tokens that predict another one are computed, in the order of the row.
+        # Every predictor is among the computed tokens, which keep the order of the row.
         predictors = torch.searchsorted(where, predecessors(row)[trains])
         predictors, sequence_ids = (
             values.to(self.device) for values in (predictors, segment_ids(row)[trains])
@@ -131,7 +132,7 @@ class ModelRank:
         return dist_utils.clip_grad_norm_(list(self.model.parameters()), most, foreach=True)
 
     def full_gradients(self) -> dict[str, torch.Tensor]:
-        """The gradients by parameter name, gathered from all ranks."""
+        """Gradients by parameter name, gathered from all ranks."""
         return {
             name: (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad).cpu().clone()
             for name, p in self.model.named_parameters()
@@ -147,5 +148,5 @@ class ModelRank:
 
 
 def _trained(cell: Microbatch) -> torch.Tensor:
-    """Where in the row the tokens are that train, by RL or by echo."""
+    """Indices in the row of the tokens that train, by RL or by echo."""
     return (cell.streams["loss_mask"] | cell.echoes).nonzero().squeeze(-1)

@@ -1,4 +1,4 @@
-"""Which boxes of which HF tensors a trainer rank has in memory, without gathering any."""
+"""Shards of a trainer rank: which boxes of which HF tensors it has in memory, without gathering."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,26 +15,26 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan_rl.weight_sync.handle import Shape, Shard
 
 _ROWS = 1 << 32
-"""More than any parameter has."""
+"""Number of rows larger than that of any parameter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where an HF tensor comes from: rows of one parameter of the trainer's model."""
+    """Origin of an HF tensor: rows of one parameter of the trainer's model."""
 
     name: str
     rows: np.ndarray
-    """Of each of its rows, which row of the parameter it is; of a tensor that is one row, that."""
+    """Row of the parameter for each row of the tensor; one entry if the tensor is a single row."""
     is_row: bool
-    """Whether it is one row, as an expert's matrix is of all experts'."""
+    """Whether the tensor is a single row, as an expert's matrix is in all experts' parameter."""
 
 
 def trace_rows(spec: ModelSpec, adapter: Any) -> dict[str, list[Origin]]:
-    """By parameter name, the HF tensors that are made of it.
+    """HF tensors that each parameter becomes, by parameter name.
 
-    Traced, not written down: a model whose parameters hold the numbers of their own rows goes
-    through the model's state dict hooks (which split fused q, k, v) and through the adapter (which
-    renames, and splits experts).
+    The mapping is traced, not written down: a model whose parameters hold the numbers of their own
+    rows goes through the model's state dict hooks (which split fused q, k, v) and through the
+    adapter (which renames, and splits experts).
     """
     with torch.device("meta"):
         model = spec.model.build()
@@ -55,17 +55,18 @@ def trace_rows(spec: ModelSpec, adapter: Any) -> dict[str, list[Origin]]:
 
 @dataclass(frozen=True, slots=True)
 class Owned:
-    """A box of an HF tensor, and where this rank has it: runs of rows of a local tensor."""
+    """A box of an HF tensor that this rank owns, as runs of rows of a local tensor."""
 
     name: str
     whole: Shape
     start: Shape
     parameter: str
     runs: tuple[tuple[int, int], ...]
-    """First local row and number of rows."""
+    """First local row and number of rows, per run."""
     is_row: bool
 
     def shard(self, local: torch.Tensor) -> Shard:
+        """The box as a shard of the live weights."""
         if self.is_row:
             return Shard(self.name, self.whole, self.start, (local[self.runs[0][0]],))
         rows = tuple(local[first : first + count] for first, count in self.runs)
@@ -75,11 +76,11 @@ class Owned:
 class LocalWeights:
     """A rank's share of a model's weights, as boxes of HF tensors.
 
-    Of what several ranks have, the first of them publishes it.
+    A box that several ranks have is published by the first of them.
     """
 
     def __init__(self, model: nn.Module, spec: ModelSpec, adapter: Any) -> None:
-        # Kept, not looked up each time: FSDP puts gathered ones into the model's place for a while.
+        # Kept, not looked up each time: FSDP replaces parameters by gathered ones for a while.
         # torchtitan's activation checkpointing wraps layers, and their names with them.
         self._parameters = {
             name.replace("_checkpoint_wrapped_module.", ""): parameter
@@ -98,13 +99,16 @@ class LocalWeights:
 
     @torch.no_grad()
     def shards(self) -> list[Shard]:
-        """The live weights of now: copy them before the next optimizer step. The same shards again,
-        unless the memory of a parameter has moved, as it may when a checkpoint is loaded."""
+        """Shards of the live weights; copy them before the next optimizer step.
+
+        The same objects are returned until the memory of a parameter moves, as it may when a
+        checkpoint is loaded.
+        """
         local = {
             name: p.to_local() if isinstance(p, DTensor) else p
             for name, p in self._parameters.items()
         }
-        # The shards keep their memory, so that nothing else can come to lie where they are.
+        # The shards keep their memory alive, so nothing else can get the same addresses.
         addresses = [tensor.data_ptr() for tensor in local.values()]
         if addresses != self._addresses:
             self._addresses = addresses
@@ -113,7 +117,7 @@ class LocalWeights:
 
 
 def _publishes(parameter: torch.Tensor) -> bool:
-    """Whether this rank is the first of those with the same box."""
+    """Whether this rank publishes a parameter: it is the first of the ranks with the same box."""
     if not isinstance(parameter, DTensor):
         return dist.get_rank() == 0
     coordinate: Sequence[int] = parameter.device_mesh.get_coordinate() or []
@@ -124,7 +128,7 @@ def _publishes(parameter: torch.Tensor) -> bool:
 
 
 def _box(parameter: torch.Tensor) -> tuple[Shape, Shape]:
-    """Shape and start of what this rank has of a parameter."""
+    """Shape and start of this rank's box of a parameter."""
     if not isinstance(parameter, DTensor):
         return tuple(parameter.shape), (0,) * parameter.ndim
     shape, start = compute_local_shape_and_global_offset(
@@ -136,7 +140,7 @@ def _box(parameter: torch.Tensor) -> tuple[Shape, Shape]:
 def _owned(
     parameter: str, whole: Shape, local: Shape, start: Shape, origin: Origin
 ) -> Iterator[Owned]:
-    """The boxes of one HF tensor in a local box of the parameter it comes from."""
+    """Boxes of one HF tensor within a local box of the parameter that it comes from."""
     if 0 in local:
         return
     first, last = start[0], start[0] + local[0]
@@ -148,7 +152,7 @@ def _owned(
         yield Owned(origin.name, whole[1:], start[1:], parameter, (row,), True)
         return
     tensor = (len(origin.rows), *whole[1:])
-    # Rows that follow each other in the HF tensor are one box, wherever they are here.
+    # Rows that follow each other in the HF tensor are one box, wherever they are in local memory.
     for box in np.split(here, np.nonzero(np.diff(here) != 1)[0] + 1):
         rows = origin.rows[box] - first
         pieces = np.split(rows, np.nonzero(np.diff(rows) != 1)[0] + 1)

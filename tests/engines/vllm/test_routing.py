@@ -26,7 +26,7 @@ from torchtitan_rl.core.experts import expert_dtype
 from torchtitan_rl.core.metrics import flatten, merge_metrics
 from torchtitan_rl.engines.vllm.routing import ReturnedRouting
 from torchtitan_rl.models.hf import read_hf_config
-from torchtitan_rl.models.replay import find_routers, replay
+from torchtitan_rl.models.router_replay import find_routers, replay_routing
 from torchtitan_rl.platform import worker_env
 from torchtitan_rl.supervision.spawn import per_rank, spawn_trainer
 
@@ -173,7 +173,7 @@ def mismatch(model, completions, *, replayed=False):
     differences = []
     for completion in completions:
         tokens, prompt = token_ids(completion), len(completion.prompt_token_ids)
-        with torch.no_grad(), replay(model, routing_of(completion) if replayed else None):
+        with torch.no_grad(), replay_routing(model, routing_of(completion) if replayed else None):
             logprobs = forward(model, tokens)[0, prompt - 1 : -1].log_softmax(-1)
         ours = logprobs.gather(-1, tokens[0, prompt:, None])[:, 0]
         differences.append((ours - torch.tensor(completion.token_logprobs)).abs())

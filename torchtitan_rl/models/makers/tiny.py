@@ -1,7 +1,7 @@
-"""A Qwen3 small enough for a laptop: 0.6M parameters and a byte-level tokenizer, made from a seed.
+"""Tiny Qwen3 for a laptop: 0.6M parameters and a byte-level tokenizer, made from a seed.
 
 The tokenizer knows the 256 bytes, Qwen3's chat tokens and the pieces of a tool call, so prompts go
-through the same renderer as a real Qwen3's.
+through the same renderer as those of a real Qwen3.
 """
 
 import json
@@ -31,7 +31,7 @@ CALL_PIECES = (
     *('{"name": "', '", "arguments": {"', '": "', '"}}'),
     *("calculator", "expression", "spell"),
 )
-"""What tool calls are made of, as tokens: in bytes a call would be three times as long."""
+"""Tokens for parts of tool calls: in bytes a call would be three times as long."""
 
 CHAT_TEMPLATE = (
     "{% set thought = '' if enable_thinking | default(true) else '<think>\n\n</think>\n\n' %}"
@@ -39,7 +39,7 @@ CHAT_TEMPLATE = (
     "{{ thought if message.role == 'assistant' }}{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{{ thought }}{% endif %}"
 )
-"""What this library renders, for whoever loads the model with transformers or vLLM."""
+"""Chat template that renders like this library, for transformers and vLLM."""
 
 TINY_QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -69,11 +69,11 @@ TINY_QWEN3_MOE = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [0],
 }
-"""A mixture of experts whose first layer is dense, as in many large ones."""
+"""Mixture of experts whose first layer is dense, as in many large models."""
 
 
 def tiny_config(experts: int = 0) -> dict[str, Any]:
-    """config.json without its vocabulary: a dense Qwen3, or with `experts` a mixture of them.
+    """Contents of config.json without the vocabulary: a dense Qwen3, or with `experts` an MoE.
 
     Example:
         >>> tiny_config(experts=8)["architectures"]
@@ -83,7 +83,8 @@ def tiny_config(experts: int = 0) -> dict[str, Any]:
 
 
 def byte_tokenizer() -> Tokenizer:
-    """One token a byte, then the chat tokens, then pieces of tool calls; ids are stable.
+    """Tokenizer with one token per byte, then chat tokens, then parts of tool calls; ids are
+    stable.
 
     Example:
         >>> len(byte_tokenizer().encode("47").ids)
@@ -103,10 +104,10 @@ def byte_tokenizer() -> Tokenizer:
 def write_tiny_model(
     folder: str | Path, *, seed: int, weights: bool = True, experts: int = 0, **shape: int
 ) -> Path:
-    """Write a randomly initialised tiny Qwen3 as an HF folder; one seed, always the same bytes.
+    """Write a randomly initialised tiny Qwen3 as an HF folder; a seed always gives the same bytes.
 
-    With `experts` it is a Qwen3-MoE with that many of them in every layer but the first; `shape`
-    are sizes of config.json, for one that is not so tiny.
+    With `experts` the model is a Qwen3-MoE with that many experts in every layer but the first;
+    `shape` overrides sizes in config.json.
     """
     tokenizer = byte_tokenizer()
     special = {token: tokenizer.token_to_id(token) for token in CHAT_TOKENS}

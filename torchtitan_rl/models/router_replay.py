@@ -1,8 +1,8 @@
-"""Router replay: the trainer takes the experts the generator chose, and weighs them itself.
+"""Router replay: the trainer uses the experts that the generator chose, and weighs them itself.
 
-A tiny difference in rounding, or a policy a step older, sends a token to other experts, and its
-logprob jumps. With replay only the *selection* is the generator's; the scores come from the live
-router, so its gate still learns.
+A tiny difference in rounding, or a policy one step older, can send a token to other experts, and
+its logprob jumps. With router replay only the *selection* comes from the generator; the scores come
+from the live router, so its gate still learns.
 """
 
 from collections.abc import Iterator
@@ -16,14 +16,14 @@ from torchtitan.models.common.moe import TokenChoiceTopKRouter
 
 
 class ReplayRouter(TokenChoiceTopKRouter):
-    """torchtitan's router, which takes its selection from `selection` when there is one."""
+    """torchtitan's router, with the experts given by `selection` when it is set."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(TokenChoiceTopKRouter.Config):
         pass
 
     selection: torch.Tensor | None = None
-    """[tokens, top_k] experts of the microbatch under way, in row order; set by `replay`."""
+    """[tokens, top_k] experts of the current microbatch, in row order; set by `replay_routing`."""
 
     def forward(
         self, x_BLD: torch.Tensor, expert_bias_E: torch.Tensor | None = None
@@ -47,23 +47,23 @@ class ReplayRouter(TokenChoiceTopKRouter):
 def _placed_like(scores: torch.Tensor, selection: torch.Tensor) -> torch.Tensor:
     if not isinstance(scores, DTensor):
         return selection
-    # Every rank has the whole selection, so it takes its part without communication.
+    # Every rank has the whole selection, so that taking a part needs no communication.
     mesh = scores.device_mesh
     whole = DTensor.from_local(selection, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return whole.redistribute(placements=scores.placements)
 
 
 @contextmanager
-def replay(model: nn.Module, routing: torch.Tensor | None) -> Iterator[None]:
-    """Replay `routing` in every forward pass, and recomputation of one, inside the block.
+def replay_routing(model: nn.Module, routing: torch.Tensor | None) -> Iterator[None]:
+    """Replay `routing` in every forward pass and recomputation inside the block.
 
-    `routing` is [tokens, MoE layers, top_k] expert numbers: the tokens that are computed, in row
-    order; the layers with experts in the order of their numbers (dense ones have no row). None
-    replays nothing, for a microbatch of padding alone. The backward pass belongs inside the block
-    too: activation checkpointing runs the routers again.
+    `routing` is [tokens, MoE layers, top_k] expert numbers: the computed tokens in row order, and
+    the layers with experts in the order of their numbers (dense layers have no entry). None replays
+    nothing, for a microbatch of padding alone. The backward pass must be inside the block too:
+    activation checkpointing runs the routers again.
 
     Example:
-        with replay(model, routing):  # [rows * length, MoE layers, top_k]
+        with replay_routing(model, routing):  # [rows * length, MoE layers, top_k]
             loss(model(tokens, positions)).backward()
     """
     routers = find_routers(model)
@@ -81,9 +81,9 @@ def replay(model: nn.Module, routing: torch.Tensor | None) -> Iterator[None]:
 
 
 def find_routers(model: nn.Module) -> list[ReplayRouter]:
-    """The routers of a torchtitan model in the order of their layers' numbers.
+    """Routers of a torchtitan model, in the order of their layers' numbers.
 
-    By type, not by name: activation checkpointing puts names of its own in between.
+    Found by type, not by name: activation checkpointing inserts modules with names of its own.
     """
     layers = sorted(model.get_submodule("layers").named_children(), key=lambda item: int(item[0]))
     return [
