@@ -130,8 +130,8 @@ SUITES: dict[str, tuple[Flavor, ...]] = {
         ),
         Flavor(
             "tools",
-            "two tasks with tools, Echo, rollouts that are held out",
-            ("--rollout.holdout_share", "0.2"),
+            "two tasks with tools, Echo, rollouts that are measured and not trained",
+            ("--rollout.untrained_share", "0.2"),
             recipe="echo_calculator_tiny",
         ),
         Flavor("mean_baseline", "Dr.GRPO's advantages", ("--advantage.name", "mean_baseline")),
@@ -142,7 +142,7 @@ SUITES: dict[str, tuple[Flavor, ...]] = {
                 f"weights_{transport}",
                 f"two ranks publish weights by {transport}, compared after each sync",
                 (
-                    *("--trainer.weight_sync.transport", transport, "--check_weights"),
+                    *("--trainer.weight_sync.transport", transport, "--trainer.weight_sync.check"),
                     *("--trainer.parallelism.data_parallel_shard_degree", "2"),
                 ),
             )
@@ -151,7 +151,7 @@ SUITES: dict[str, tuple[Flavor, ...]] = {
         Flavor(
             "tensor_parallel_generator",
             "two processes share the generator's layers",
-            ("--generator.tensor_parallel_degree", "2", "--check_weights"),
+            ("--generator.tensor_parallel_degree", "2", "--trainer.weight_sync.check"),
         ),
         Flavor(
             "longer_questions",

@@ -17,11 +17,16 @@ from pathlib import Path
 from common import note, report
 
 from torchtitan_rl.actors.generator import VLLMGenerator
-from torchtitan_rl.actors.simulated import SimulatedGenerator, SimulatedTrainer
 from torchtitan_rl.actors.trainer import Trainer
-from torchtitan_rl.config.run import CheckpointConfig, EvaluationConfig
-from torchtitan_rl.config.sampling import SamplingConfig
-from torchtitan_rl.engines.vllm.engine import EngineConfig
+from torchtitan_rl.config import (
+    CheckpointConfig,
+    EngineConfig,
+    EvaluationConfig,
+    GeneratorConfig,
+    LogConfig,
+    SamplingConfig,
+    TrainerConfig,
+)
 from torchtitan_rl.models.makers.tiny import write_tiny_model
 from torchtitan_rl.run.controller import Controller
 from torchtitan_rl.supervision.spawn import end_all_processes
@@ -57,15 +62,16 @@ def recipe(folder: Path, **changes) -> Controller.Config:
         task=Coins.Config(),
         steps=STEPS + WARM_UP + 2,  # so that the last one measured trains beside others
         prompts_per_step=16,
-        generator=SimulatedGenerator.Config(
+        generator=GeneratorConfig(
+            backend="simulated",
             sampling=SamplingConfig(n=4, max_tokens=32),
             engine=EngineConfig(max_model_len=256, max_num_seqs=100_000),
             threads=1,
         ),
-        trainer=SimulatedTrainer.Config(threads=1),
+        trainer=TrainerConfig(backend="simulated", threads=1),
         evaluation=EvaluationConfig(every=1000, prompts=1),
         checkpoint=CheckpointConfig(every=1000),
-        save_rollouts=False,
+        log=LogConfig(rollouts=False),
         output_dir=str(folder),
         run_name="run",
     )
@@ -96,9 +102,13 @@ async def simulated_overlap(folder: Path) -> None:
     config = replace(
         config,
         generator=replace(
-            config.generator, engine=engine, seconds_per_token=0.02, seconds_per_pull=0.02
+            config.generator,
+            engine=engine,
+            kwargs={"seconds_per_token": 0.02, "seconds_per_pull": 0.02},
         ),
-        trainer=replace(config.trainer, seconds_per_step=0.5, seconds_per_publish=0.02),
+        trainer=replace(
+            config.trainer, kwargs={"seconds_per_step": 0.5, "seconds_per_publish": 0.02}
+        ),
     )
     measured = {}
     for ahead in (0, 1):

@@ -7,7 +7,7 @@ import time
 from monarch.actor import concurrent_endpoint
 
 from torchtitan_rl.actors.generator import VLLMGenerator
-from torchtitan_rl.engines.vllm.engine import SamplingConfig
+from torchtitan_rl.config import SamplingConfig
 
 
 class BareGenerator(VLLMGenerator):

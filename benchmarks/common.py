@@ -4,7 +4,7 @@ import json
 import sys
 
 from torchtitan_rl.observability.console import console
-from torchtitan_rl.run import registry as recipes
+from torchtitan_rl.recipes import registry as recipes
 from torchtitan_rl.run.controller import Controller
 
 console.file = sys.stderr
@@ -12,7 +12,7 @@ console.file = sys.stderr
 
 def tiny_recipe() -> Controller.Config:
     """The recipe of `make train`; benchmarks run from the repository's root."""
-    return recipes.build_recipe("grpo_sum_digits_tiny", recipes.load_module())
+    return recipes.build_recipe("grpo_sum_digits_tiny", recipes.built_in_recipes())
 
 
 def report(benchmark: str, metric: str, case: str, value: float) -> None:

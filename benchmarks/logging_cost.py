@@ -20,7 +20,7 @@ from pathlib import Path
 from async_overlap import Coins
 from common import note, report, tiny_recipe
 
-from torchtitan_rl.config.run import CheckpointConfig, EvaluationConfig
+from torchtitan_rl.config import CheckpointConfig, EvaluationConfig, LogConfig
 from torchtitan_rl.models.makers.tiny import write_tiny_model
 from torchtitan_rl.observability.sinks import open_metrics_log
 from torchtitan_rl.run.controller import Controller
@@ -43,8 +43,7 @@ def config_for(folder: Path, *, logs: bool) -> Controller.Config:
         task=Coins.Config(),
         steps=BLOCKS * STEPS,
         trainer=replace(recipe.trainer, export_tokens=logs),
-        save_rollouts=logs,
-        save_timeline=logs,
+        log=LogConfig(rollouts=logs, timeline=logs),
         evaluation=EvaluationConfig(every=1000, prompts=1),
         checkpoint=CheckpointConfig(every=1000),
         output_dir=str(folder),

@@ -15,8 +15,7 @@ from pathlib import Path
 from bare_engine import BareGenerator
 from common import note, report, tiny_recipe
 
-from torchtitan_rl.config.run import CheckpointConfig, EvaluationConfig
-from torchtitan_rl.engines.vllm.engine import SamplingConfig
+from torchtitan_rl.config import CheckpointConfig, EvaluationConfig, SamplingConfig
 from torchtitan_rl.models.makers.tiny import write_tiny_model
 from torchtitan_rl.observability.sinks import read_metrics
 from torchtitan_rl.platform import worker_env

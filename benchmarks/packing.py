@@ -22,7 +22,7 @@ import torch
 from common import note, report
 
 from torchtitan_rl.batching.grid import Grid, make_grid
-from torchtitan_rl.config.parallelism import Parallelism
+from torchtitan_rl.config import Parallelism
 from torchtitan_rl.core.types import Episode
 from torchtitan_rl.models.head import Chosen
 from torchtitan_rl.platform import worker_env

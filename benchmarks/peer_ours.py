@@ -16,11 +16,17 @@ from common import note
 from peer_work import Work, reward
 
 from torchtitan_rl.actors.generator import VLLMGenerator
-from torchtitan_rl.actors.trainer import OptimizerConfig, Trainer
-from torchtitan_rl.algorithms.advantage import AdvantageConfig
-from torchtitan_rl.config.run import CheckpointConfig, EvaluationConfig
-from torchtitan_rl.config.sampling import SamplingConfig
-from torchtitan_rl.engines.vllm.engine import EngineConfig
+from torchtitan_rl.actors.trainer import Trainer
+from torchtitan_rl.config import (
+    AdvantageConfig,
+    CheckpointConfig,
+    EngineConfig,
+    EvaluationConfig,
+    LogConfig,
+    OptimizerConfig,
+    RolloutConfig,
+    SamplingConfig,
+)
 from torchtitan_rl.rollout.renderer import ChatRenderer
 from torchtitan_rl.run.controller import Controller
 from torchtitan_rl.supervision.spawn import end_all_processes
@@ -67,10 +73,10 @@ def recipe(
         steps=work.all_steps,
         prompts_per_step=work.prompts,
         advantage=AdvantageConfig(name="grpo"),
-        thinking=True,  # a prompt as the model's own template makes it
+        rollout=RolloutConfig(thinking=True),  # a prompt as the model's own template makes it
         # How fast.
-        generator_replicas=replicas,
         generator=VLLMGenerator.Config(
+            replicas=replicas,
             sampling=SamplingConfig(n=work.samples, max_tokens=work.new_tokens),
             engine=EngineConfig(max_model_len=128, kv_cache_gib=0.25),
             threads=generator_threads,
@@ -84,7 +90,7 @@ def recipe(
         # Nothing besides.
         evaluation=EvaluationConfig(every=1000, prompts=1),
         checkpoint=CheckpointConfig(every=1000),
-        save_rollouts=False,
+        log=LogConfig(rollouts=False),
         output_dir=folder,
         run_name="run",
     )

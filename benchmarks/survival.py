@@ -15,7 +15,7 @@ from pathlib import Path
 from async_overlap import Coins
 from common import note, report, tiny_recipe
 
-from torchtitan_rl.config.run import CheckpointConfig, EvaluationConfig
+from torchtitan_rl.config import CheckpointConfig, EvaluationConfig
 from torchtitan_rl.models.makers.tiny import write_tiny_model
 from torchtitan_rl.observability.json_lines import read_lines
 from torchtitan_rl.run.controller import Controller
@@ -53,9 +53,8 @@ async def survive(folder: Path, *, replicas: int, ahead: int) -> None:
         warm_start=None,
         task=Coins.Config(),
         steps=MOST_STEPS,
-        generator_replicas=replicas,
         max_offpolicy_steps=ahead,
-        generator=replace(recipe.generator, threads=1),
+        generator=replace(recipe.generator, replicas=replicas, threads=1),
         trainer=replace(recipe.trainer, threads=1),
         evaluation=EvaluationConfig(every=1000, prompts=1),
         checkpoint=CheckpointConfig(every=1000),

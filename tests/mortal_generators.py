@@ -10,7 +10,7 @@ from monarch.actor import ActorError
 
 from tests.virtual_time import run
 from torchtitan_rl.actors.interfaces import SampleRequest
-from torchtitan_rl.config.sampling import SamplingConfig
+from torchtitan_rl.config import SamplingConfig
 from torchtitan_rl.core.errors import ActorBrokenError
 from torchtitan_rl.core.types import Completion
 from torchtitan_rl.supervision.generators import Generators

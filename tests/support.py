@@ -5,12 +5,20 @@ from typing import Any
 
 from tests.low_tokens import LowTokens
 from torchtitan_rl.actors.generator import VLLMGenerator
-from torchtitan_rl.actors.trainer import OptimizerConfig, Trainer, constant_lr
-from torchtitan_rl.algorithms.echo import Attribution, EchoConfig
-from torchtitan_rl.config.run import CheckpointConfig, EvaluationConfig
+from torchtitan_rl.actors.trainer import Trainer
+from torchtitan_rl.algorithms.echo import Attribution
+from torchtitan_rl.config import (
+    CheckpointConfig,
+    EchoConfig,
+    EngineConfig,
+    EvaluationConfig,
+    OptimizerConfig,
+    RolloutConfig,
+    SamplingConfig,
+    constant_lr,
+)
 from torchtitan_rl.core.types import Completion, Episode, ScoredCompletion
-from torchtitan_rl.engines.vllm.engine import EngineConfig, SamplingConfig
-from torchtitan_rl.rollout.loop import Conversation, Group, RolloutConfig
+from torchtitan_rl.rollout.loop import Conversation, Group
 from torchtitan_rl.rollout.sequences import Rendered, Turn
 from torchtitan_rl.run.controller import Controller
 from torchtitan_rl.tasks.task import Example

@@ -15,14 +15,14 @@ import torch
 
 from tests.pages import BLOCKS, PAGES, ROOT, TEXT, block, command, run_block
 from torchtitan_rl import train
-from torchtitan_rl.algorithms.objective import LossConfig, objective
+from torchtitan_rl.algorithms.objective import objective
 from torchtitan_rl.algorithms.policy_loss import LossInputs
+from torchtitan_rl.config import LossConfig, WarmStartConfig
 from torchtitan_rl.core.types import Completion, Rollout
 from torchtitan_rl.observability.sinks import read_metrics
-from torchtitan_rl.run import registry as recipes
-from torchtitan_rl.run.warm_start import WarmStartConfig
+from torchtitan_rl.recipes import registry as recipes
 
-RECIPES = recipes.find_recipes(recipes.load_module(str(ROOT / "config_registry.py")))
+RECIPES = recipes.built_in_recipes()
 
 
 def test_the_task_and_the_recipe_train_from_a_folder_of_their_own(tmp_path):
@@ -91,7 +91,7 @@ def test_the_task_with_a_tool_can_be_played(tmp_path, monkeypatch):
     [reward] = task.reward([Rollout([said], [], "finished", state)], example.expected_answer)
     assert (reward.value, reward.correct) == (0.5, True)
     config = replace(
-        recipes.build_recipe("echo_calculator_tiny", recipes.load_module()),
+        recipes.build_recipe("echo_calculator_tiny", RECIPES),
         task=Guessing.Config(show_tools=False),
         run_name="guessing",
         output_dir=str(tmp_path),

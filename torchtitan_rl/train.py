@@ -25,13 +25,17 @@ from monarch.actor import ActorError
 from rich.markup import escape
 from rich.table import Table
 
+from torchtitan_rl.config import RunConfig
+from torchtitan_rl.config.resume import fixed_settings
 from torchtitan_rl.core.waiting import Interrupted
 from torchtitan_rl.models.makers import smollm2
 from torchtitan_rl.models.makers.tiny import write_tiny_model
 from torchtitan_rl.observability.console import console, error_console, print_summary
 from torchtitan_rl.observability.run_folder import RunFolder
-from torchtitan_rl.run import registry as recipes
+from torchtitan_rl.recipes import registry as recipes
+from torchtitan_rl.run.checks import notices, resolved
 from torchtitan_rl.run.controller import Controller
+from torchtitan_rl.run.starting_model import model_folder
 from torchtitan_rl.run.warm_start import check_demonstrations, ensure_starting_model
 from torchtitan_rl.supervision.spawn import adopt_orphans, end_all_processes
 
@@ -88,26 +92,27 @@ def how_to_go_on(folder: Path) -> str:
     return "the same command starts again: the run itself had not begun"
 
 
-def parse(arguments: list[str]) -> Controller.Config | None:
+def parse(arguments: list[str]) -> RunConfig | None:
     """Arguments to a config, or None when they only asked for the list of recipes."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--config")
     first.add_argument("--module", default=recipes.DEFAULT_MODULE)
     first.add_argument("--list", action="store_true")
     chosen, overrides = first.parse_known_args(arguments)
-    module = recipes.load_module(chosen.module)
+    known = recipes.load_recipes(chosen.module)
     if chosen.list:
-        print_recipes(recipes.find_recipes(module))
+        print_recipes(known)
         return None
     if chosen.config is None:
-        known = ", ".join(recipes.find_recipes(module))
         typo = difflib.get_close_matches("--config", overrides, n=1)
         said = f" (is {typo[0]!r} meant to be it?)" if typo else ""
-        raise recipes.RecipeError(f"--config is missing{said}; recipes: {known} (--list says more)")
+        raise recipes.RecipeError(
+            f"--config is missing{said}; recipes: {', '.join(known)} (--list says more)"
+        )
     config = tyro.cli(
-        Controller.Config,
+        RunConfig,
         prog=f"python -m torchtitan_rl.train --config {chosen.config}",
-        default=recipes.build_recipe(chosen.config, module),
+        default=recipes.build_recipe(chosen.config, known),
         args=overrides,
         use_underscores=True,
         config=(tyro.conf.AvoidSubcommands,),
@@ -124,7 +129,7 @@ def print_recipes(found: dict[str, recipes.Recipe]) -> None:
     console.print(table)
 
 
-def ensure_small_model(config: Controller.Config) -> bool:
+def ensure_small_model(config: RunConfig) -> bool:
     """The model that recipes for a laptop name is made when it is first asked for: by a task that
     can be trained on, or 93 MB would be fetched before a bad line of its file is named. False: it
     could not be made, which has been said."""
@@ -139,13 +144,13 @@ def ensure_small_model(config: Controller.Config) -> bool:
     return subprocess.run(make).returncode == 0
 
 
-def check(config: Controller.Config) -> None:
+def check(config: RunConfig) -> None:
     """Everything that can be found wrong, or worth a word, before a process starts."""
-    for notice in config.notices():
+    for notice in notices(config):
         console.print(f"note: {notice}", markup=False)
     with tempfile.TemporaryDirectory() as temporary:
         trial = config
-        if not config.model and config.warm_start and not config.model_folder.exists():
+        if not config.model and config.warm_start and not model_folder(config).exists():
             # The model that the warm start will make has this shape.
             stand_in = write_tiny_model(
                 Path(temporary) / "model",
@@ -158,16 +163,17 @@ def check(config: Controller.Config) -> None:
         if trial is not config:
             check_demonstrations(controller)
     given, asked = len(controller.heldout), config.evaluation.prompts
-    if given < asked and not config.train_from:
+    if given < asked and not config.rollout.train_from:
         console.print(
             f"note: evaluations are of {given} held-out prompts: task {config.task.name!r} has "
             f"fewer than evaluation.prompts ({asked})",
             markup=False,
         )
-    controller.folder.changes(config.resolved().to_dict())
+    final = resolved(config)
+    controller.folder.changes(final.to_dict(), fixed=fixed_settings(final))
 
 
-def finished(config: Controller.Config) -> bool:
+def finished(config: RunConfig) -> bool:
     """Whether a run that is to be resumed has nothing left to do; says so."""
     if not config.resume:
         return False
@@ -182,7 +188,7 @@ def finished(config: Controller.Config) -> bool:
     return True
 
 
-async def train(config: Controller.Config) -> None:
+async def train(config: RunConfig) -> None:
     await ensure_starting_model(config, stop_signals)
     controller = Controller(config)
     with stop_signals(controller):

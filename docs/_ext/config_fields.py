@@ -12,19 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-MISSING = dataclasses.MISSING
+from torchtitan_rl.config.resume import is_fixed
 
-FOREIGN: dict[str, dict[str, str]] = {
-    "torchtitan.components.optimizer.lr_scheduler.LRSchedulersContainer.Config": {
-        "warmup_steps": "Steps in which the learning rate rises from 0 to trainer.optimizer.lr.",
-        "total_steps": "Steps that the schedule is laid out for; None: those of the run.",
-        "decay_ratio": "Share of the steps, the last ones, in which it falls; 0: it stays. None: "
-        "it falls from the end of the warm-up on.",
-        "decay_type": "The shape of its fall.",
-        "min_lr_factor": "Where its fall ends, as a share of trainer.optimizer.lr.",
-    }
-}
-"""Fields of other packages' configs, in words that are true here."""
+MISSING = dataclasses.MISSING
 
 
 class UndocumentedError(ValueError):
@@ -43,16 +33,20 @@ class Field:
     doc: str
     section: type | None
     """The dataclass of its own fields, if it is a section."""
-    owner: type
+    fixed: bool
+    """Whether a resumed run must keep it: by itself, or with its section."""
 
 
-def config_fields(cls: type, prefix: str = "", instance: Any = None) -> list[Field]:
-    """The fields of one dataclass, without those of its sections.
+def config_fields(
+    cls: type, prefix: str = "", instance: Any = None, *, fixed: bool = False
+) -> list[Field]:
+    """The fields of one dataclass, without those of its sections; `fixed`: it is fixed as a whole.
 
     `instance` is the section's default value, whose fields may differ from the class's own
     defaults: `generator.sampling.n` is 8, though `SamplingConfig.n` is 1.
     """
     docs, hints = field_docs(cls), typing.get_type_hints(cls)
+    annotated = typing.get_type_hints(cls, include_extras=True)
     found = []
     for field in dataclasses.fields(cls):
         section = section_of(hints[field.name])
@@ -63,19 +57,22 @@ def config_fields(cls: type, prefix: str = "", instance: Any = None) -> list[Fie
                 f"{cls.__module__}.{cls.__qualname__}"
             )
         value = default_of(field) if instance is None else getattr(instance, field.name)
-        found.append(Field(prefix + field.name, hints[field.name], value, doc, section, cls))
+        kept = fixed or is_fixed(annotated[field.name])
+        found.append(Field(prefix + field.name, hints[field.name], value, doc, section, kept))
     return found
 
 
-def walk(cls: type, prefix: str = "", instance: Any = None) -> Iterator[Field]:
+def walk(
+    cls: type, prefix: str = "", instance: Any = None, *, fixed: bool = False
+) -> Iterator[Field]:
     """All fields of a config and of its sections: own fields first, then section by section."""
-    found = config_fields(cls, prefix, instance)
+    found = config_fields(cls, prefix, instance, fixed=fixed)
     yield from (field for field in found if not field.section)
     for field in found:
         if field.section:
             yield field
             nested = field.default if dataclasses.is_dataclass(field.default) else None
-            yield from walk(field.section, f"{field.name}.", nested)
+            yield from walk(field.section, f"{field.name}.", nested, fixed=field.fixed)
 
 
 def variants(cls: type) -> list[type]:
@@ -141,8 +138,6 @@ def field_docs(cls: type) -> dict[str, str]:
 
 
 def _strings_under_fields(cls: type) -> dict[str, str]:
-    if foreign := FOREIGN.get(f"{cls.__module__}.{cls.__qualname__}"):
-        return foreign
     [definition] = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(definition, ast.ClassDef)
     docs = {}

@@ -1,4 +1,4 @@
-"""The configuration page: every field of `Controller.Config`, of the tasks, and of stand-ins."""
+"""The configuration page: every field of `RunConfig` and of the tasks."""
 
 import dataclasses
 import importlib
@@ -10,9 +10,8 @@ from typing import Any
 
 from config_fields import MISSING, Field, is_union, section_doc, variants, walk
 
-import torchtitan_rl.actors.simulated  # noqa: F401  whose configs are variants
 from torchtitan_rl import tasks
-from torchtitan_rl.run.controller import Controller
+from torchtitan_rl.config import RunConfig
 
 OFF = """ Off by default, and only there to be changed from the command line if the recipe has
 switched it on."""
@@ -22,7 +21,7 @@ def configuration() -> str:
     """Markdown: a heading for each section, an entry for each field."""
     for module in pkgutil.iter_modules(tasks.__path__):
         importlib.import_module(f"{tasks.__name__}.{module.name}")
-    lines, fields = ["## The run", ""], list(walk(Controller.Config))
+    lines, fields = ["## The run", ""], list(walk(RunConfig))
     for field, following in zip(fields, [*fields[1:], None], strict=True):
         lines += heading(field) if field.section else entry(field)
         if following is None or "." not in following.name:
@@ -52,7 +51,7 @@ def variant(field: Field, cls: type) -> list[str]:
     lines = [f"({anchor(field.name)}-{own.lower()})=", f"### `{field.name}`: {own}", ""]
     lines += [text(section_doc(cls)), ""]
     lines += [f"`{cls.__module__}.{cls.__qualname__}`: all of the above, and", ""]
-    for one in walk(cls, f"{field.name}."):
+    for one in walk(cls, f"{field.name}.", fixed=field.fixed):
         if one.name not in known or (not one.section and one.default != known[one.name]):
             lines += entry(one, own.lower())
     return lines
@@ -61,7 +60,8 @@ def variant(field: Field, cls: type) -> list[str]:
 def entry(field: Field, variant: str = "") -> list[str]:
     default = "no default" if field.default is MISSING else f"default {shown(field.default)}"
     target = f"{{#{anchor(field.name)}{f'-{variant}' if variant else ''}}}"
-    what = f"`{field.name}`{target} *{type_name(field.type)}*, {default}"
+    kept = ", kept by a resume" if field.fixed else ""
+    what = f"`{field.name}`{target} *{type_name(field.type)}*, {default}{kept}"
     return [what, f": {text(field.doc)}", ""]
 
 

@@ -2,16 +2,13 @@
 
 import dataclasses
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from config_fields import MISSING, default_of
 from config_page import shown, text
 
-from torchtitan_rl.run.controller import Controller
-from torchtitan_rl.run.registry import find_recipes, first_line, load_module
-
-ROOT = Path(__file__).parents[2]
+from torchtitan_rl.config import RunConfig
+from torchtitan_rl.recipes.registry import built_in_recipes, first_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +23,7 @@ Settings = dict[str, Setting]
 
 def recipes() -> str:
     """Markdown: a table of all, then a section for each with what it sets."""
-    found = find_recipes(load_module(str(ROOT / "config_registry.py")))
+    found = built_in_recipes()
     built = {name: recipe() for name, recipe in found.items()}
     lines = [
         "| recipe | task | loss, advantage | steps × prompts × samples | runs on |",
@@ -43,7 +40,7 @@ def recipes() -> str:
     return "\n".join(lines)
 
 
-def row(name: str, config: Controller.Config) -> str:
+def row(name: str, config: RunConfig) -> str:
     tasks = ", ".join(f"`{part.name}`" for part in config.task.parts())
     algorithm = f"`{config.trainer.loss.name}`, `{config.advantage.name}`"
     size = f"{config.steps} × {config.prompts_per_step} × {config.samples_per_prompt}"
@@ -77,7 +74,7 @@ def changed(settings: Settings, base: Settings) -> dict[str, Any]:
 def defaults() -> Settings:
     """What a recipe need not say."""
     found: Settings = {}
-    for field in dataclasses.fields(Controller.Config):
+    for field in dataclasses.fields(RunConfig):
         found |= flat_value(field.name, default_of(field), MISSING)
     return found
 

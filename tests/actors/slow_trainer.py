@@ -1,7 +1,6 @@
 """A trainer whose snapshots take their time, to see who waits for them."""
 
 import time
-from dataclasses import dataclass
 
 from torchtitan_rl.actors.trainer import Trainer
 
@@ -10,10 +9,6 @@ SECONDS = 1.5
 
 class SlowTrainer(Trainer):
     """Copies nothing for a while."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(Trainer.Config):
-        pass
 
     def _open_publisher(self, transport):
         publisher = super()._open_publisher(transport)

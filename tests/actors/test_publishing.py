@@ -5,11 +5,10 @@ import asyncio
 import pytest
 import torch
 
-from tests.actors.slow_trainer import SECONDS, SlowTrainer
+from tests.actors.slow_trainer import SECONDS
 from tests.support import episode
-from torchtitan_rl.actors.trainer import OptimizerConfig
 from torchtitan_rl.batching.grid import make_grid
-from torchtitan_rl.config.parallelism import Parallelism
+from torchtitan_rl.config import OptimizerConfig, Parallelism, TrainerConfig
 from torchtitan_rl.core.metrics import flatten, merge_metrics
 from torchtitan_rl.supervision.spawn import per_rank, spawn_trainer
 from torchtitan_rl.weight_sync.handle import merge_handles
@@ -21,7 +20,8 @@ GRID = make_grid([episode(advantage=a) for a in (1.0, 2.0)], dp_degree=2, tokens
 @pytest.fixture(scope="module")
 async def trainer(tiny_model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("slow")
-    config = SlowTrainer.Config(
+    config = TrainerConfig(
+        backend="tests.actors.slow_trainer:SlowTrainer",
         optimizer=OptimizerConfig(lr=1e-2),
         parallelism=Parallelism(data_parallel_shard_degree=2),
         threads=1,

@@ -7,16 +7,15 @@ from dataclasses import replace
 import pytest
 
 from tests.support import low_tokens
-from torchtitan_rl.actors.simulated import SimulatedGenerator, SimulatedTrainer
-from torchtitan_rl.config.sampling import SamplingConfig
-from torchtitan_rl.engines.vllm.engine import EngineConfig
+from torchtitan_rl.config import EngineConfig, GeneratorConfig, SamplingConfig, TrainerConfig
 from torchtitan_rl.run.controller import Controller
 from torchtitan_rl.supervision.calls import WorkerDiedError, call_with_deadline
 from torchtitan_rl.supervision.spawn import spawn_generator
 
 
 def config_for(folder, tiny_model, **changes):
-    generator = SimulatedGenerator.Config(
+    generator = GeneratorConfig(
+        backend="simulated",
         sampling=SamplingConfig(n=4, max_tokens=8),
         engine=EngineConfig(max_model_len=128),
         threads=1,
@@ -25,7 +24,7 @@ def config_for(folder, tiny_model, **changes):
         low_tokens(),
         model=str(tiny_model),
         generator=replace(generator, **changes.pop("generator", {})),
-        trainer=SimulatedTrainer.Config(threads=1),
+        trainer=TrainerConfig(backend="simulated", threads=1),
         evaluation=replace(low_tokens().evaluation, every=100),
         steps=20,
         output_dir=str(folder),
@@ -44,21 +43,28 @@ async def run(config, steps):
 
 
 @pytest.mark.parametrize(
-    ("config", "values", "message"),
+    ("config", "kwargs", "message"),
     [
-        (SimulatedGenerator, {"failure_rate": 1.5}, r"generator.failure_rate .* \[0, 1\]; got 1.5"),
-        (SimulatedGenerator, {"death_rate": -0.1}, "generator.death_rate .* got -0.1"),
-        (SimulatedGenerator, {"seconds_per_token": -1.0}, "generator.seconds_per_token must be"),
-        (SimulatedGenerator, {"seconds_per_pull": math.nan}, "generator.seconds_per_pull must be"),
-        (SimulatedGenerator, {"tensor_parallel_degree": 0}, "must be at least 1"),
-        (SimulatedTrainer, {"seconds_per_step": -1.0}, "trainer.seconds_per_step must be seconds"),
-        (SimulatedTrainer, {"seconds_per_publish": math.inf}, "trainer.seconds_per_publish must"),
-        (SimulatedTrainer, {"updates_per_step": 0}, "must be at least 1"),
+        (
+            GeneratorConfig,
+            {"failure_rate": 1.5},
+            "kwargs.failure_rate .* 0 to 1; got 1.5",
+        ),
+        (GeneratorConfig, {"death_rate": -0.1}, "generator.kwargs.death_rate .* got -0.1"),
+        (GeneratorConfig, {"seconds_per_token": -1.0}, "seconds_per_token must be a number from 0"),
+        (GeneratorConfig, {"seconds_per_pull": math.nan}, "generator.kwargs.seconds_per_pull must"),
+        (GeneratorConfig, {"seconds": 1.0}, "it has no 'seconds'; it takes seconds_per_token"),
+        (TrainerConfig, {"seconds_per_step": -1.0}, "trainer.kwargs.seconds_per_step must be a"),
+        (
+            TrainerConfig,
+            {"seconds_per_publish": math.inf},
+            "kwargs.seconds_per_publish must",
+        ),
     ],
 )
-def test_what_cannot_be_is_refused(config, values, message):
+def test_what_cannot_be_is_refused(config, kwargs, message):
     with pytest.raises(ValueError, match=message):
-        config.Config(**values)
+        config(backend="simulated", kwargs=kwargs)
 
 
 async def test_declared_failures_cost_groups_and_never_the_run(tmp_path, tiny_model):
@@ -66,7 +72,7 @@ async def test_declared_failures_cost_groups_and_never_the_run(tmp_path, tiny_mo
     config = config_for(
         tmp_path,
         tiny_model,
-        generator={"seconds_per_token": 0.001, "failure_rate": 0.2},
+        generator={"kwargs": {"seconds_per_token": 0.001, "failure_rate": 0.2}},
         max_offpolicy_steps=ahead,
     )
     rows = await run(config, 5)
@@ -76,11 +82,11 @@ async def test_declared_failures_cost_groups_and_never_the_run(tmp_path, tiny_mo
 
 
 async def test_a_generator_repeats_itself_and_dies_when_it_is_told_to(tiny_model):
-    config = SimulatedGenerator.Config(sampling=SamplingConfig(n=2, max_tokens=8))
+    config = GeneratorConfig(backend="simulated", sampling=SamplingConfig(n=2, max_tokens=8))
     prompts, names = [[1, 2], [3]], ["a", "b"]
     spawned, doomed = await asyncio.gather(
         spawn_generator(config, model=tiny_model, seed=0),
-        spawn_generator(replace(config, death_rate=1.0), model=tiny_model, seed=0),
+        spawn_generator(replace(config, kwargs={"death_rate": 1.0}), model=tiny_model, seed=0),
     )
     made = [await spawned.actor.generate.call_one(prompts, group_ids=names) for _ in range(2)]
     await spawned.stop()

@@ -16,17 +16,20 @@ from tests.pages import run_block
 from tests.support import episode, small_engine
 from torchtitan_rl.actors.generator import VLLMGenerator
 from torchtitan_rl.actors.reference import Reference
-from torchtitan_rl.actors.trainer import OptimizerConfig, Trainer
-from torchtitan_rl.algorithms.correction import CorrectionConfig
-from torchtitan_rl.algorithms.kl import KLConfig
-from torchtitan_rl.algorithms.objective import LossConfig
+from torchtitan_rl.actors.trainer import Trainer
 from torchtitan_rl.algorithms.policy_loss import LOSSES
 from torchtitan_rl.batching.grid import make_grid
 from torchtitan_rl.batching.microbatch import single
 from torchtitan_rl.batching.reduction import weigh
-from torchtitan_rl.config.parallelism import Parallelism
+from torchtitan_rl.config import (
+    CorrectionConfig,
+    KLConfig,
+    LossConfig,
+    OptimizerConfig,
+    Parallelism,
+    SamplingConfig,
+)
 from torchtitan_rl.core.metrics import flatten, merge_metrics
-from torchtitan_rl.engines.vllm.engine import SamplingConfig
 from torchtitan_rl.models.makers.tiny import write_tiny_model
 from torchtitan_rl.observability.json_lines import read_lines
 from torchtitan_rl.supervision.spawn import (

@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 
 from torchtitan_rl.algorithms.advantage import (
     ADVANTAGES,
-    AdvantageConfig,
+    check_advantage,
     group_advantages,
     length_penalty,
 )
+from torchtitan_rl.config import AdvantageConfig
 from torchtitan_rl.core.types import Completion, ScoredCompletion
 
 WITH_BASELINE = ["mean_baseline", "grpo", "rloo", "maxrl"]
@@ -174,10 +175,9 @@ def test_a_function_of_ones_own_by_import_path_with_kwargs():
 def test_a_bad_result_names_the_function_the_group_and_the_value(function, kwargs, problem):
     name = f"{__name__}:{function}"
     with pytest.raises(ValueError, match=problem) as error:  # on trial, before any run
-        AdvantageConfig(name=name, kwargs=kwargs)
+        check_advantage(AdvantageConfig(name=name, kwargs=kwargs))
     assert name in str(error.value)
-    config = AdvantageConfig()
-    config.name, config.kwargs = name, kwargs
+    config = AdvantageConfig(name=name, kwargs=kwargs)
     with pytest.raises(ValueError, match=problem) as error:
         group_advantages(config, group_of([1, 0]), "sums/train/7")
     assert name in str(error.value)
@@ -201,7 +201,7 @@ def test_an_empty_group_is_refused_by_name():
 )
 def test_an_unknown_name_is_refused_in_the_config(name, hint):
     with pytest.raises(ValueError, match=hint):
-        AdvantageConfig(name=name)
+        check_advantage(AdvantageConfig(name=name))
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_an_unknown_name_is_refused_in_the_config(name, hint):
 )
 def test_arguments_the_function_does_not_take_are_refused_in_the_config(name, kwargs, argument):
     with pytest.raises(ValueError, match=argument):
-        AdvantageConfig(name=name, kwargs=kwargs)
+        check_advantage(AdvantageConfig(name=name, kwargs=kwargs))
 
 
 @pytest.mark.parametrize(

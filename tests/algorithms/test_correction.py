@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_rl.algorithms.correction import CorrectionConfig, correction_weights
+from torchtitan_rl.algorithms.correction import correction_weights
+from torchtitan_rl.config import CorrectionConfig
 from torchtitan_rl.core.metrics import flatten
 
 OUTLIERS = {"sequence_outliers": "on"}

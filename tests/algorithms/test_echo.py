@@ -7,18 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_rl.algorithms.echo import (
-    ROLES,
-    Attribution,
-    EchoConfig,
-    RoleEcho,
-    ToolEcho,
-    checked_mask,
-    echo_alphas,
-)
+from torchtitan_rl.algorithms.echo import Attribution, check_filter, checked_mask, echo_alphas
 from torchtitan_rl.algorithms.echo_loss import echo_loss
-from torchtitan_rl.algorithms.objective import LossConfig, objective
+from torchtitan_rl.algorithms.objective import objective
 from torchtitan_rl.algorithms.policy_loss import LOSSES, LossInputs
+from torchtitan_rl.config import EchoConfig, LossConfig, RoleEcho, ToolEcho
+from torchtitan_rl.config.echo import ROLES
 from torchtitan_rl.core.metrics import flatten
 
 
@@ -99,7 +93,9 @@ def test_a_filter_can_only_narrow_and_token_0_never_echoes(tokens):
         (lambda: ToolEcho(tool_names="search"), "must name at least one tool.*got 'search'"),
         (lambda: EchoConfig(user=RoleEcho(), filter="mine"), "unknown echo filter 'mine'"),
         (
-            lambda: EchoConfig(user=RoleEcho(), filter="shutil:which", filter_kwargs={"x": 1}),
+            lambda: check_filter(
+                EchoConfig(user=RoleEcho(), filter="shutil:which", filter_kwargs={"x": 1})
+            ),
             "echo filter 'shutil:which' cannot take kwargs.*it takes mode, path",
         ),
     ],

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan_rl.algorithms.kl import ESTIMATORS, KLConfig
+from torchtitan_rl.algorithms.kl import ESTIMATORS
+from torchtitan_rl.config import KLConfig
 
 E = math.e
 

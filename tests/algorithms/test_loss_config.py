@@ -2,10 +2,10 @@
 
 import pytest
 
-from torchtitan_rl.algorithms.correction import CorrectionConfig
-from torchtitan_rl.algorithms.kl import KLConfig
-from torchtitan_rl.algorithms.objective import REDUCTIONS, LossConfig
+from torchtitan_rl.algorithms.objective import check_loss, loss_needs
 from torchtitan_rl.algorithms.policy_loss import LOSSES, LossOutput
+from torchtitan_rl.config import CorrectionConfig, KLConfig, LossConfig
+from torchtitan_rl.config.loss import REDUCTIONS
 from torchtitan_rl.core.metrics import Mean
 
 KL = KLConfig(coef=0.1)
@@ -44,7 +44,7 @@ CORRECTION = CorrectionConfig(importance_weight="token")
 )
 def test_a_bad_loss_is_refused_in_the_config(settings, message):
     with pytest.raises(ValueError, match=message):
-        LossConfig(**settings)
+        check_loss(LossConfig(**settings))
 
 
 @pytest.mark.parametrize(
@@ -187,10 +187,10 @@ def no_metrics(inputs):
 
 def test_what_a_loss_of_ones_own_reads_is_found_out():
     config = LossConfig(name=f"{__name__}:reads_generator")
-    assert config.needs() == {"generator_logprobs": f"trainer.loss.name {config.name}"}
-    assert LossConfig(name=f"{__name__}:good").needs() == {}
+    assert loss_needs(config) == {"generator_logprobs": f"trainer.loss.name {config.name}"}
+    assert loss_needs(LossConfig(name=f"{__name__}:good")) == {}
     config = LossConfig(name=f"{__name__}:reads_reference", ref_kl=KL)
-    assert config.needs() == {"ref_logprobs": "trainer.loss.ref_kl"}
+    assert loss_needs(config) == {"ref_logprobs": "trainer.loss.ref_kl"}
 
 
 @pytest.mark.parametrize(
@@ -219,15 +219,15 @@ def test_what_a_loss_of_ones_own_reads_is_found_out():
 def test_a_loss_of_ones_own_that_would_break_on_a_rank_is_refused(function, message):
     name = f"{__name__}:{function}"
     with pytest.raises(ValueError, match=message) as error:
-        LossConfig(name=name)
+        check_loss(LossConfig(name=name))
     assert f"loss '{name}'" in str(error.value)
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"power": 2.0}])
 def test_a_right_loss_of_ones_own_is_accepted_with_its_arguments(kwargs):
-    assert LossConfig(name=f"{__name__}:good", kwargs=kwargs).kwargs == kwargs
+    check_loss(LossConfig(name=f"{__name__}:good", kwargs=kwargs))
 
 
 def test_arguments_that_a_loss_of_ones_own_does_not_take_are_refused():
     with pytest.raises(ValueError, match=r"test_loss_config:good' cannot take kwargs.*'powr'"):
-        LossConfig(name=f"{__name__}:good", kwargs={"powr": 2.0})
+        check_loss(LossConfig(name=f"{__name__}:good", kwargs={"powr": 2.0}))

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.algorithms.support import gradient, loss_inputs
-from torchtitan_rl.algorithms.correction import CorrectionConfig
-from torchtitan_rl.algorithms.kl import ESTIMATORS, KLConfig
-from torchtitan_rl.algorithms.objective import LossConfig, mismatch, objective
+from torchtitan_rl.algorithms.kl import ESTIMATORS
+from torchtitan_rl.algorithms.objective import mismatch, objective
 from torchtitan_rl.algorithms.policy_loss import LOSSES
+from torchtitan_rl.config import CorrectionConfig, KLConfig, LossConfig
 from torchtitan_rl.core.metrics import flatten, merge_metrics
 
 T = [-0.5, -1.0, -2.0, -0.2]

@@ -9,7 +9,6 @@ from torch.nn.functional import cross_entropy, log_softmax
 
 from tests.algorithms.support import gradient, loss_inputs
 from torchtitan_rl.algorithms.policy_loss import (
-    LIMITS,
     LOSSES,
     clipped,
     sequence_means,
@@ -352,11 +351,3 @@ def test_sums_and_means_over_the_tokens_of_a_sequence(values, sequences, sums, m
     assert sequence_sums(per_token, ids).tolist() == sums
     inputs = loss_inputs(values, sequences=sequences)
     assert sequence_means(per_token, inputs.sequence_ids).tolist() == means
-
-
-def test_every_argument_of_a_built_in_loss_has_its_limits():
-    arguments = {name for loss in LOSSES.values() for name in loss.__kwdefaults__ or {}}
-    assert arguments == set(LIMITS)
-    for loss in LOSSES.values():
-        for name, value in (loss.__kwdefaults__ or {}).items():
-            assert LIMITS[name][0] <= value <= LIMITS[name][1]

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support import episode
-from torchtitan_rl.algorithms.objective import REDUCTIONS
 from torchtitan_rl.batching.grid import make_grid
 from torchtitan_rl.batching.reduction import weigh
 from torchtitan_rl.batching.schema import loss_mask
+from torchtitan_rl.config.loss import REDUCTIONS
 
 LONGEST = 8
 

@@ -11,6 +11,7 @@ import pytest
 
 from torchtitan_rl import train
 from torchtitan_rl.observability.run_folder import RunFolderError
+from torchtitan_rl.run.checks import resolved
 from torchtitan_rl.run.warm_start import supervised
 
 ROOT = Path(__file__).parents[2]
@@ -18,31 +19,29 @@ ROOT = Path(__file__).parents[2]
 REGISTRY = '''
 from dataclasses import dataclass
 
-from torchtitan_rl.engines.vllm.engine import EngineConfig, SamplingConfig
-from torchtitan_rl.actors.generator import VLLMGenerator
-from torchtitan_rl.run.controller import Controller
-from torchtitan_rl.algorithms.echo import EchoConfig, ToolEcho
+from torchtitan_rl.config import (
+    EchoConfig, EngineConfig, GeneratorConfig, RunConfig, SamplingConfig, ToolEcho, WarmStartConfig
+)
 from torchtitan_rl.tasks.mixture import Mixture
 from torchtitan_rl.tasks.spelling import Spelling
 from torchtitan_rl.tasks.sum_digits import SumDigits
 from torchtitan_rl.tasks.tools.tool import tool
-from torchtitan_rl.run.warm_start import WarmStartConfig
 
-GENERATOR = VLLMGenerator.Config(
+GENERATOR = GeneratorConfig(
     sampling=SamplingConfig(n=8, max_tokens=24), engine=EngineConfig(max_model_len=128)
 )
 
-def tiny() -> Controller.Config:
+def tiny() -> RunConfig:
     """From a folder."""
-    return Controller.Config(model="model", task=SumDigits.Config(), generator=GENERATOR)
+    return RunConfig(model="model", task=SumDigits.Config(), generator=GENERATOR)
 
-def warm() -> Controller.Config:
+def warm() -> RunConfig:
     """From a model that is made first."""
-    return Controller.Config(
+    return RunConfig(
         warm_start=WarmStartConfig(), task=SumDigits.Config(), generator=GENERATOR
     )
 
-def mixed() -> Controller.Config:
+def mixed() -> RunConfig:
     """Two tasks, one with a tool and its own sampling."""
     spelling = Spelling.Config(
         show_tools=False,
@@ -50,7 +49,7 @@ def mixed() -> Controller.Config:
         echo=EchoConfig(tool=ToolEcho(tool_names=("spell",))),
     )
     task = Mixture.Config(tasks=[SumDigits.Config(), spelling])
-    return Controller.Config(model="model", task=task, generator=GENERATOR)
+    return RunConfig(model="model", task=task, generator=GENERATOR)
 
 class Vague(SumDigits):
     @dataclass(kw_only=True, slots=True)
@@ -61,9 +60,9 @@ class Vague(SumDigits):
     def ask(self, anything) -> str:
         return ""
 
-def vague() -> Controller.Config:
+def vague() -> RunConfig:
     """A tool that cannot be described."""
-    return Controller.Config(model="model", task=Vague.Config(), generator=GENERATOR)
+    return RunConfig(model="model", task=Vague.Config(), generator=GENERATOR)
 '''
 
 
@@ -151,9 +150,9 @@ def test_a_doubtful_config_starts_with_a_note(arguments, note, capsys):
 
 def test_what_a_loss_needs_is_switched_on():
     off = ["--config", "tiny", "--generator.sampling.no_logprobs"]
-    assert not train.parse(off).resolved().generator.sampling.logprobs
+    assert not resolved(train.parse(off)).generator.sampling.logprobs
     needed = train.parse([*off, "--trainer.loss.rollout_kl.coef", "0.1"])
-    assert needed.resolved().generator.sampling.logprobs
+    assert resolved(needed).generator.sampling.logprobs
 
 
 @pytest.mark.parametrize("recipe", ["tiny", "warm"])
@@ -169,7 +168,7 @@ def test_truncated_sampling_goes_with_a_loss_that_has_no_ratio(recipe):
 def test_what_is_switched_on_does_not_stand_in_the_way_of_a_resume(folder):
     arguments = ["--config", "tiny", "--run_name", "old", "--generator.sampling.no_logprobs"]
     arguments += ["--trainer.loss.name", "dppo"]
-    config = train.parse(arguments).resolved()
+    config = resolved(train.parse(arguments))
     (folder / "outputs" / "old").mkdir(parents=True)
     (folder / "outputs" / "old" / "config.json").write_text(json.dumps(config.to_dict()))
     with pytest.raises(Started):
@@ -244,8 +243,11 @@ def test_the_list_of_recipes(capsys):
         ("--trainer.updates_per_step 33", ["updates_per_step (33)", "prompts_per_step (32)"]),
         ("--trainer.optimizer.lr nan", ["optimizer.lr must be positive; got nan"]),
         ("--generator.sampling.temperature inf", ["temperature must be 0 (greedy) or more"]),
-        ("--reference.parallelism.tensor_parallel_degree 0", ["parallelism.tensor_parallel_degr"]),
-        ("--reference.threads -3", ["reference.threads"]),
+        (
+            "--trainer.reference.parallelism.tensor_parallel_degree 0",
+            ["parallelism.tensor_parallel_degr"],
+        ),
+        ("--trainer.reference.threads -3", ["trainer.reference.threads"]),
         ("--advantage.name plug_ins:misspelt", ["advantage function 'plug_ins:misspelt' failed"]),
         (
             "--generator.sampling.top_k 5 --trainer.loss.name reinforce "
@@ -253,7 +255,8 @@ def test_the_list_of_recipes(capsys):
             ["top_k", "the ratios", "without rollout_kl and correction"],
         ),
         (
-            "--trainer.loss.ref_kl.coef 0.1 --reference.parallelism.tensor_parallel_degree 3",
+            "--trainer.loss.ref_kl.coef 0.1 "
+            "--trainer.reference.parallelism.tensor_parallel_degree 3",
             ["reference tensor parallelism of 3 does not divide"],
         ),
         ("--trainer.loss.name plug_ins:forgets_weights", ["leaves out inputs.weights"]),
@@ -265,7 +268,7 @@ def test_the_list_of_recipes(capsys):
         ("--evaluation.prompts 1000 --task.digits 1 --task.max_numbers 2", ["held-out"]),
         ("--checkpoint.keep 1", ["checkpoint.keep must be 0 (all) or at least 2"]),
         ("--task.digits 0", ["task.digits must be at least 1; got 0"]),
-        ("--grader.timeout_seconds 0", ["grader.timeout_seconds must be positive"]),
+        ("--rollout.grader.timeout_seconds 0", ["rollout.grader.timeout_seconds must be"]),
         ("--model nowhere", ["no config.json in", "nowhere", "model"]),
         ("--model=", ["model is empty"]),
         ("--resume", ["--resume found no run", "--run_name"]),
@@ -289,13 +292,13 @@ def test_a_bad_value_is_refused_with_its_name_and_what_is_allowed(refusal, folde
     [
         (
             "--config tinny",
-            "unknown recipe 'tinny'; did you mean 'tiny'? Known: mixed, tiny, vague, warm",
+            "unknown recipe 'tinny'; did you mean 'tiny'? Known: dppo_sum_digits_async_tiny,",
         ),
-        ("--config xyz", "unknown recipe 'xyz'; Known: mixed, tiny, vague, warm"),
+        ("--config xyz", "unknown recipe 'xyz'; Known: dppo_sum_digits_async_tiny, echo"),
         ("--config a[red]b", "unknown recipe 'a[red]b'"),
         ("--config a[/b]", "unknown recipe 'a[/b]'"),
-        ("--steps 3", "--config is missing; recipes: tiny, warm"),
-        ("--confg tiny", "--config is missing (is '--confg' meant to be it?); recipes: tiny, warm"),
+        ("--steps 3", "--config is missing; recipes: grpo_sum_digits_tiny, "),
+        ("--confg tiny", "--config is missing (is '--confg' meant to be it?); recipes: "),
         ("--config tiny --module nowhere", "no nowhere.py in"),
     ],
 )
@@ -367,7 +370,7 @@ def test_an_existing_run_is_seen_before_the_warm_start(folder):
         ("--task.name all", "a task cannot be named 'all'"),
         ("--rollout.max_tokens 999", "rollout.max_tokens (999) is more than"),
         ("--rollout.max_turns 0", "rollout.max_turns must be at least 1"),
-        ("--environment.timeout_seconds 0", "environment.timeout_seconds must be positive"),
+        ("--rollout.environment.timeout_seconds 0", "environment.timeout_seconds must be positive"),
     ],
 )
 def test_bad_rollouts_are_refused(refusal, arguments, message):

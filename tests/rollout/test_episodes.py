@@ -7,12 +7,19 @@ import pytest
 
 from tests.support import ONE_TURN, PROMPT, TWO_TURNS, USER, low_tokens
 from tests.support import graded_group as group
-from torchtitan_rl.algorithms.advantage import AdvantageConfig
-from torchtitan_rl.algorithms.echo import EchoConfig, RoleEcho, ToolEcho
 from torchtitan_rl.batching.schema import loss_mask
 from torchtitan_rl.batching.validation import validate
+from torchtitan_rl.config import (
+    AdvantageConfig,
+    BatchFilterConfig,
+    EchoConfig,
+    RoleEcho,
+    ToolEcho,
+    TrainerConfig,
+)
 from torchtitan_rl.core.types import Rollout
-from torchtitan_rl.rollout.episodes import BatchFilter, make_batch, trial_episodes
+from torchtitan_rl.rollout.batch_filter import BatchFilter, trial_episodes
+from torchtitan_rl.rollout.episodes import make_batch
 from torchtitan_rl.run.controller import Controller
 
 ECHO_TOOLS = EchoConfig(tool=ToolEcho(alpha=0.5))
@@ -128,7 +135,7 @@ def test_turns_of_unknown_origin_are_counted_and_do_not_echo():
 def test_heldout_rollouts_are_chosen_by_hash_and_count_in_their_group():
     def made(share):
         groups = [group(*[ONE_TURN] * 8, rewards=[1.0] + [0.0] * 7, number=i) for i in range(40)]
-        return groups, batch(*groups, holdout_share=share)
+        return groups, batch(*groups, untrained_share=share)
 
     groups, kept = made(0.25)
     names = [f"{g.id}/{c.number}" for g in groups for c in g.conversations if c.heldout]
@@ -160,9 +167,9 @@ def clumsy(episodes):
 
 def test_a_batch_filter_chooses_what_trains():
     episodes = batch(group(ONE_TURN, TWO_TURNS, rewards=[1.0, 0.5])).episodes
-    assert BatchFilter()(episodes) == episodes
-    assert BatchFilter(name=f"{__name__}:only_good")(episodes) == episodes[:1]
-    lenient = BatchFilter(name=f"{__name__}:only_good", kwargs={"least": 0.5})
+    assert BatchFilter(BatchFilterConfig())(episodes) == episodes
+    assert BatchFilter(BatchFilterConfig(name=f"{__name__}:only_good"))(episodes) == episodes[:1]
+    lenient = BatchFilter(BatchFilterConfig(name=f"{__name__}:only_good", kwargs={"least": 0.5}))
     assert lenient(episodes) == episodes
 
 
@@ -197,7 +204,7 @@ def keyed(episodes):
     ],
 )
 def test_a_bad_batch_filter_is_named_before_anything_starts(name, message):
-    bad = BatchFilter(name=f"{__name__}:{name}")
+    bad = BatchFilter(BatchFilterConfig(name=f"{__name__}:{name}"))
     with pytest.raises((TypeError, ValueError), match=message):
         bad(trial_episodes(["sums"]))
     with pytest.raises(ValueError, match=rf"{message}.* \(on trial"):
@@ -205,22 +212,22 @@ def test_a_bad_batch_filter_is_named_before_anything_starts(name, message):
 
 
 def test_a_batch_filter_is_tried_with_the_tasks_of_the_run():
-    BatchFilter().try_out(["sums"])
+    BatchFilter(BatchFilterConfig()).try_out(["sums"])
     for name in ("only_good", "keyed"):
-        BatchFilter(name=f"{__name__}:{name}").try_out(["sums"])
+        BatchFilter(BatchFilterConfig(name=f"{__name__}:{name}")).try_out(["sums"])
     with pytest.raises(ValueError, match="keyed' raised KeyError: 'words'"):
-        BatchFilter(name=f"{__name__}:keyed").try_out(["words"])
+        BatchFilter(BatchFilterConfig(name=f"{__name__}:keyed")).try_out(["words"])
 
 
 def test_a_step_without_episodes_asks_no_filter():
-    assert BatchFilter(name=f"{__name__}:clumsy")([]) == []
+    assert BatchFilter(BatchFilterConfig(name=f"{__name__}:clumsy"))([]) == []
 
 
 def test_a_controller_refuses_a_filter_that_returns_nothing(tmp_path, tiny_model):
     config = replace(
         low_tokens(),
         model=str(tiny_model),
-        batch_filter=BatchFilter(name=f"{__name__}:forgetful"),
+        trainer=TrainerConfig(batch_filter=BatchFilterConfig(name=f"{__name__}:forgetful")),
         output_dir=str(tmp_path),
         run_name="run",
     )
@@ -230,8 +237,8 @@ def test_a_controller_refuses_a_filter_that_returns_nothing(tmp_path, tiny_model
 
 def test_a_batch_filter_is_checked_before_anything_starts():
     with pytest.raises(ValueError, match="has no function 'onlygood'; did you mean 'only_good'"):
-        BatchFilter(name=f"{__name__}:onlygood")
+        BatchFilter(BatchFilterConfig(name=f"{__name__}:onlygood"))
     with pytest.raises(ValueError, match="aimless' must take a list of episodes"):
-        BatchFilter(name=f"{__name__}:aimless")
+        BatchFilter(BatchFilterConfig(name=f"{__name__}:aimless"))
     with pytest.raises(ValueError, match=r"cannot take kwargs.*it takes least"):
-        BatchFilter(name=f"{__name__}:only_good", kwargs={"most": 1.0})
+        BatchFilter(BatchFilterConfig(name=f"{__name__}:only_good", kwargs={"most": 1.0}))

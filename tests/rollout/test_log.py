@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from tests.support import ONE_TURN, PROMPT, TWO_TURNS, USER, conversation, graded_group
 from torchtitan_rl.actors.grader import RewardError
-from torchtitan_rl.algorithms.advantage import AdvantageConfig
-from torchtitan_rl.algorithms.echo import EchoConfig, ToolEcho
+from torchtitan_rl.config import AdvantageConfig, EchoConfig, ToolEcho
 from torchtitan_rl.observability.json_lines import encode
 from torchtitan_rl.rollout import log as rollout_log
 from torchtitan_rl.rollout.episodes import make_batch
@@ -83,7 +82,7 @@ async def test_a_record_says_everything_of_a_rollout(tmp_path):
 
 async def test_held_out_and_evaluated_rollouts_say_so(tmp_path):
     group = graded_group(ONE_TURN, ONE_TURN, rewards=[1.0, 0.0])
-    make_batch([group], MEAN, holdout_share=0.999999)
+    make_batch([group], MEAN, untrained_share=0.999999)
     assert {r["split"] for r in await saved(tmp_path / "a", [group])} == {"held out"}
     fresh = graded_group(ONE_TURN, rewards=[1.0])
     [record] = await saved(tmp_path / "b", [fresh], split="evaluation")

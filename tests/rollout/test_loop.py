@@ -10,14 +10,9 @@ import pytest
 
 from tests.tasks.tricky_tools import Plain, Tricky
 from torchtitan_rl.actors.environment import Environment, Response
-from torchtitan_rl.config.sampling import SamplingConfig
+from torchtitan_rl.config import RolloutConfig, SamplingConfig
 from torchtitan_rl.core.types import Completion
-from torchtitan_rl.rollout.loop import (
-    Conversation,
-    Group,
-    RolloutConfig,
-    roll_out,
-)
+from torchtitan_rl.rollout.loop import Conversation, Group, roll_out
 from torchtitan_rl.rollout.metrics import failure_metrics
 from torchtitan_rl.rollout.prompts import check_prompt
 from torchtitan_rl.rollout.renderer import ChatRenderer
@@ -291,7 +286,7 @@ def test_a_conversation_that_cannot_be_extended_is_rendered_anew(renderer):
         ({"max_turns": 0}, "max_turns must be at least 1"),
         ({"max_seconds": 0.0}, "max_seconds positive"),
         ({"max_tokens": -1}, "max_tokens 0"),
-        ({"holdout_share": 1.0}, "holdout_share must be in"),
+        ({"untrained_share": 1.0}, "untrained_share must be in"),
     ],
 )
 def test_limits_that_make_no_sense_are_refused(limits, message):

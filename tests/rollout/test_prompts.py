@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tests.support import low_tokens
-from torchtitan_rl.config.sampling import SamplingConfig
+from torchtitan_rl.config import SamplingConfig
 from torchtitan_rl.rollout.prompts import PromptGroups
 from torchtitan_rl.rollout.renderer import ChatRenderer
 from torchtitan_rl.tasks.jsonl import Jsonl

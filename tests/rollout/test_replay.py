@@ -7,9 +7,7 @@ import pytest
 
 from tests.low_tokens import LowTokens
 from tests.support import ONE_TURN, TWO_TURNS, graded_group, low_tokens
-from torchtitan_rl.algorithms.advantage import AdvantageConfig
-from torchtitan_rl.algorithms.echo import EchoConfig, ToolEcho
-from torchtitan_rl.algorithms.objective import LossConfig
+from torchtitan_rl.config import AdvantageConfig, EchoConfig, LossConfig, RolloutConfig, ToolEcho
 from torchtitan_rl.core.metrics import flatten
 from torchtitan_rl.observability.json_lines import read_lines
 from torchtitan_rl.rollout.episodes import make_batch
@@ -17,6 +15,7 @@ from torchtitan_rl.rollout.log import RolloutLog
 from torchtitan_rl.rollout.loop import all_scored
 from torchtitan_rl.rollout.metrics import rollout_metrics
 from torchtitan_rl.rollout.replay import open_dump
+from torchtitan_rl.run.checks import notices
 
 ADVANTAGE = AdvantageConfig(name="mean_baseline")
 TASKS = {name: LowTokens.Config(name=name).build() for name in ("low_tokens", "other")}
@@ -44,7 +43,7 @@ def a_step():
 async def dumped(tmp_path):
     """A run of two steps, and what its first was."""
     groups = a_step()
-    batch = make_batch(groups[:3], ADVANTAGE, holdout_share=0.3)
+    batch = make_batch(groups[:3], ADVANTAGE, untrained_share=0.3)
     log = RolloutLog(tmp_path / "rollouts")
     for step in range(2):
         await log.write(step, groups)
@@ -53,7 +52,9 @@ async def dumped(tmp_path):
 
 
 def dump_of(folder, *, steps=2, tasks=TASKS, model=MODEL, **changes):
-    config = replace(low_tokens(), train_from=str(folder), steps=steps, **changes)
+    config = replace(
+        low_tokens(), rollout=RolloutConfig(train_from=str(folder)), steps=steps, **changes
+    )
     return open_dump(config, tasks, None, model)
 
 
@@ -63,7 +64,7 @@ def test_the_same_batch_is_made_of_it(dumped):
     assert batch.heldout
     read = dump_of(folder).groups(1)
     # Neither the advantage nor the share that is held out is asked for again.
-    again = make_batch(read, AdvantageConfig(name="reward"), holdout_share=0.0)
+    again = make_batch(read, AdvantageConfig(name="reward"), untrained_share=0.0)
     assert repr(again.episodes) == repr(batch.episodes)  # NaN is not equal to itself
     assert repr(again.heldout) == repr(batch.heldout)
     for interactive in ((), ("other",)):
@@ -78,10 +79,12 @@ def test_a_run_that_samples_has_no_dump():
 
 
 def test_dumps_need_no_generator_and_say_so():
-    config = replace(low_tokens(), train_from="outputs/run", max_offpolicy_steps=2)
+    config = replace(
+        low_tokens(), rollout=RolloutConfig(train_from="outputs/run"), max_offpolicy_steps=2
+    )
     assert not config.streams
     assert [len(gpus) for gpus in config.gpus] == [1, 0, 0]
-    [notice] = config.notices()
+    [notice] = notices(config)
     assert "nothing is generated, graded or evaluated" in notice
 
 

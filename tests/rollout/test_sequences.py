@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_rl.algorithms.echo import Attribution, EchoConfig, RoleEcho, ToolEcho
+from torchtitan_rl.algorithms.echo import Attribution
+from torchtitan_rl.config import EchoConfig, RoleEcho, ToolEcho
 from torchtitan_rl.rollout.sequences import Turn, merge_turns, turn_alphas
 
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from tests.virtual_time import run
+from torchtitan_rl.config.stream import SPARES, SPARES_PER_STEP, StreamConfig
 from torchtitan_rl.rollout.stream import RolloutStream
-from torchtitan_rl.rollout.stream_plan import SPARES, SPARES_PER_STEP, StreamConfig
 
 HANG = float("inf")
 

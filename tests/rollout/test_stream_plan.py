@@ -2,7 +2,8 @@
 
 import pytest
 
-from torchtitan_rl.rollout.stream_plan import SPARES, SPARES_PER_STEP, StreamConfig, index_name
+from torchtitan_rl.config.stream import SPARES, SPARES_PER_STEP, StreamConfig
+from torchtitan_rl.rollout.stream_plan import index_name
 
 
 @pytest.mark.parametrize(

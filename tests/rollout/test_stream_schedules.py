@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.virtual_time import DeadlockError, run
+from torchtitan_rl.config.stream import StreamConfig
 from torchtitan_rl.rollout.stream import RolloutStream
-from torchtitan_rl.rollout.stream_plan import StreamConfig
 
 many = partial(settings, deadline=None, print_blob=True)
 

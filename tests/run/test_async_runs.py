@@ -10,20 +10,27 @@ import pytest
 
 from tests.low_tokens import Moody
 from tests.support import low_tokens, small_engine
-from torchtitan_rl.actors.simulated import SimulatedGenerator, SimulatedTrainer
-from torchtitan_rl.config.sampling import SamplingConfig
+from torchtitan_rl.config import (
+    GeneratorConfig,
+    RolloutConfig,
+    SamplingConfig,
+    SupervisionConfig,
+    TrainerConfig,
+)
 from torchtitan_rl.observability.json_lines import read_lines
-from torchtitan_rl.rollout.loop import RolloutConfig
 from torchtitan_rl.run.controller import Controller
 
 
 def config_for(folder, tiny_model, *, simulated=False, **changes):
     base = low_tokens()
     if simulated:  # where neither what is sampled nor what is learned matters
-        generator = SimulatedGenerator.Config(
-            sampling=changes.pop("sampling", base.generator.sampling), engine=small_engine()
+        generator = GeneratorConfig(
+            backend="simulated",
+            sampling=changes.pop("sampling", base.generator.sampling),
+            engine=small_engine(),
         )
-        base = replace(base, generator=generator, trainer=SimulatedTrainer.Config(threads=1))
+        trainer = TrainerConfig(backend="simulated", threads=1)
+        base = replace(base, generator=generator, trainer=trainer)
     return replace(
         replace(
             base,
@@ -65,8 +72,7 @@ async def test_generation_runs_ahead_and_survives_its_generators(tmp_path, tiny_
         tiny_model,
         steps=6,
         max_offpolicy_steps=1,
-        generator_replicas=2,
-        generator=replace(base.generator, sampling=long),
+        generator=replace(base.generator, replicas=2, sampling=long),
     )
     rng = random.Random(0)
 
@@ -130,7 +136,8 @@ async def test_a_reward_function_that_always_fails_ends_the_run(tmp_path, tiny_m
 
 
 async def test_a_run_whose_episodes_are_all_too_long_stops_and_says_so(tmp_path, tiny_model):
-    config = config_for(tmp_path, tiny_model, simulated=True, most_untrainable_steps=2)
+    supervision = SupervisionConfig(most_untrainable_steps=2)
+    config = config_for(tmp_path, tiny_model, simulated=True, supervision=supervision)
     tight = replace(config.trainer, tokens_per_microbatch=4, overlong="drop")
     async with Controller(replace(config, trainer=tight)) as controller:
         row = await controller.step(0)

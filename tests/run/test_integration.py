@@ -3,7 +3,7 @@
 import pytest
 
 import integration_tests
-from torchtitan_rl.run import registry as recipes
+from torchtitan_rl.recipes import registry as recipes
 
 
 def test_the_quick_flavors_pass(tmp_path, capfd):
@@ -27,6 +27,6 @@ def test_a_wrong_question_is_answered(tmp_path, capsys, arguments, message):
 
 
 def test_flavors_use_recipes_that_exist():
-    known = recipes.find_recipes(recipes.load_module())
+    known = recipes.built_in_recipes()
     for flavor in (f for suite in integration_tests.SUITES.values() for f in suite):
         assert flavor.recipe in known

@@ -2,9 +2,9 @@
 
 import pytest
 
-from torchtitan_rl.config.sampling import SamplingConfig
+from torchtitan_rl.config import RolloutConfig, SamplingConfig
 from torchtitan_rl.core.types import Completion, Rollout, ScoredCompletion
-from torchtitan_rl.rollout.loop import Conversation, Group, RolloutConfig
+from torchtitan_rl.rollout.loop import Conversation, Group
 from torchtitan_rl.run.progress_guard import MOST_FAILED_ROLLOUTS, Health
 from torchtitan_rl.tasks.sum_digits import SumDigits
 from torchtitan_rl.tasks.task import Example

@@ -7,17 +7,17 @@ from dataclasses import replace
 import pytest
 
 from tests.run.test_async_runs import config_for, steps
+from torchtitan_rl.config import WeightSyncConfig
 from torchtitan_rl.run.controller import Controller
 from torchtitan_rl.weight_sync.handle import WrongWeightsError
-from torchtitan_rl.weight_sync.transport import WeightSyncConfig
 
 
 def simulated(folder, model, *, ahead, pull, publish=0.0, steps=4):
     config = config_for(folder, model, simulated=True, steps=steps + 2, max_offpolicy_steps=ahead)
     return replace(
         config,
-        generator=replace(config.generator, seconds_per_pull=pull),
-        trainer=replace(config.trainer, seconds_per_publish=publish),
+        generator=replace(config.generator, kwargs={"seconds_per_pull": pull}),
+        trainer=replace(config.trainer, kwargs={"seconds_per_publish": publish}),
     )
 
 
@@ -111,7 +111,11 @@ def test_a_folder_that_cannot_be_made_is_refused_before_anything_starts(tmp_path
 async def test_generators_that_serve_other_weights_are_found_out(tmp_path, tiny_model, off, dtype):
     config = simulated(tmp_path, tiny_model, ahead=1, pull=0.0)
     engine = replace(config.generator.engine, dtype=dtype)
-    config = replace(config, check_weights=True, generator=replace(config.generator, engine=engine))
+    config = replace(
+        config,
+        generator=replace(config.generator, engine=engine),
+        trainer=replace(config.trainer, weight_sync=WeightSyncConfig(check=True)),
+    )
 
     async def spoil(controller):
         async def measure(episodes):

@@ -6,20 +6,21 @@ from dataclasses import replace
 import pytest
 
 from tests.support import low_tokens, small_engine
-from torchtitan_rl.actors.trainer import OptimizerConfig
-from torchtitan_rl.algorithms.advantage import AdvantageConfig
-from torchtitan_rl.algorithms.echo import EchoConfig, ToolEcho
-from torchtitan_rl.config.run import EvaluationConfig
-from torchtitan_rl.config.sampling import SamplingConfig
+from torchtitan_rl.config import (
+    AdvantageConfig,
+    EchoConfig,
+    EvaluationConfig,
+    OptimizerConfig,
+    RolloutConfig,
+    SamplingConfig,
+    ToolEcho,
+    WarmStartConfig,
+)
 from torchtitan_rl.core.waiting import Clock
 from torchtitan_rl.observability.json_lines import read_lines
-from torchtitan_rl.rollout.loop import RolloutConfig
 from torchtitan_rl.run.controller import Controller
-from torchtitan_rl.run.warm_start import (
-    WarmStartConfig,
-    check_demonstrations,
-    ensure_starting_model,
-)
+from torchtitan_rl.run.starting_model import model_folder
+from torchtitan_rl.run.warm_start import check_demonstrations, ensure_starting_model
 from torchtitan_rl.tasks.calculator import Calculator
 from torchtitan_rl.tasks.mixture import Mixture
 from torchtitan_rl.tasks.spelling import Spelling
@@ -56,9 +57,8 @@ def config_for(folder, *, run="run", **changes):
         ),
         # Random rewards are as good as any: something trains in every step.
         advantage=AdvantageConfig(name="reward"),
-        rollout=RolloutConfig(max_turns=3, holdout_share=0.3),
+        rollout=RolloutConfig(max_turns=3, untrained_share=0.3, thinking=True),
         evaluation=EvaluationConfig(every=100, prompts=4),
-        thinking=True,
         output_dir=str(folder),
         run_name=run,
     )
@@ -149,14 +149,18 @@ def test_every_rollout_is_saved(folder, straight):
 def test_echo_makes_no_other_starting_model(folder):
     config = config_for(folder)
     quiet = replace(config, task=config.task.without_echo())
-    assert quiet.model_folder == config.model_folder
+    assert model_folder(quiet) == model_folder(config)
     assert [part.echo for part in quiet.task.parts()] == [None, None]
 
 
 async def test_a_dump_trains_as_the_run_did(folder, straight):
     """Several tasks, turns, echo and held-out rollouts: every number of the trainer is the same."""
-    config = config_for(folder, run="again", train_from=str(folder / "straight"), steps=4)
-    config = replace(config, trainer=replace(config.trainer, export_tokens=True))
+    config = config_for(folder, run="again", steps=4)
+    config = replace(
+        config,
+        rollout=replace(config.rollout, train_from=str(folder / "straight")),
+        trainer=replace(config.trainer, export_tokens=True),
+    )
     async with Controller(config) as controller:
         rows = [await controller.step(step) for step in range(4)]
         await controller.save()

@@ -8,16 +8,12 @@ import pytest
 
 from tests.support import low_tokens
 from torchtitan_rl.actors.generator import VLLMGenerator
-from torchtitan_rl.actors.simulated import SimulatedGenerator, SimulatedTrainer
 from torchtitan_rl.actors.trainer import Trainer
+from torchtitan_rl.config import GeneratorConfig, RolloutConfig, TrainerConfig, WarmStartConfig
 from torchtitan_rl.core.waiting import Interrupted
 from torchtitan_rl.run.controller import Controller
-from torchtitan_rl.run.warm_start import (
-    WarmStartConfig,
-    demonstration,
-    ensure_starting_model,
-    work_folder,
-)
+from torchtitan_rl.run.starting_model import model_folder
+from torchtitan_rl.run.warm_start import demonstration, ensure_starting_model, work_folder
 from torchtitan_rl.tasks.sum_digits import SumDigits
 
 
@@ -26,7 +22,7 @@ def config_for(folder: Path) -> Controller.Config:
         steps=6, demonstrations_per_step=4, evaluate_every=6, cache_dir=str(folder)
     )
     # What is sampled does not matter here.
-    generator = SimulatedGenerator.Config(sampling=low_tokens().generator.sampling)
+    generator = GeneratorConfig(backend="simulated", sampling=low_tokens().generator.sampling)
     return replace(
         low_tokens(), model="", warm_start=warm, task=SumDigits.Config(), generator=generator
     )
@@ -57,24 +53,24 @@ async def test_an_interrupted_warm_start_goes_on_where_it_stopped(tmp_path):
     config, seen = config_for(tmp_path), []
     with pytest.raises(Interrupted):
         await ensure_starting_model(config, stop_after(4, seen))
-    assert not config.model_folder.exists()
+    assert not model_folder(config).exists()
     await ensure_starting_model(config, stop_after(100, seen))
     assert seen == [f"demonstration/{i}" for i in range(6 * 4)]
-    assert (config.model_folder / "model.safetensors").is_file()
-    assert [f.name for f in tmp_path.iterdir()] == [config.model_folder.name]
+    assert (model_folder(config) / "model.safetensors").is_file()
+    assert [f.name for f in tmp_path.iterdir()] == [model_folder(config).name]
 
 
 async def test_a_model_that_is_there_is_used_as_it_is(tmp_path):
     config = config_for(tmp_path)
-    config.model_folder.mkdir(parents=True)
+    model_folder(config).mkdir(parents=True)
     await ensure_starting_model(config, None)
-    assert not list(config.model_folder.iterdir())
+    assert not list(model_folder(config).iterdir())
 
 
 async def test_simulated_actors_start_from_a_model_that_no_real_run_is_given(tmp_path):
     simulated = replace(
         config_for(tmp_path),
-        trainer=SimulatedTrainer.Config(threads=1, seconds_per_step=1000.0),
+        trainer=TrainerConfig(backend="simulated", threads=1, kwargs={"seconds_per_step": 1000.0}),
         evaluation=replace(low_tokens().evaluation, every=100),
         prompts_per_step=2,
         steps=1,
@@ -82,15 +78,15 @@ async def test_simulated_actors_start_from_a_model_that_no_real_run_is_given(tmp
         run_name="run",
     )
     await ensure_starting_model(simulated, None)  # without 1000 s a step of imitation
-    quick = replace(simulated, trainer=SimulatedTrainer.Config(threads=1))
-    assert quick.model_folder == simulated.model_folder
+    quick = replace(simulated, trainer=TrainerConfig(backend="simulated", threads=1))
+    assert model_folder(quick) == model_folder(simulated)
     async with Controller(quick) as controller:
         await controller.run()
         # A demonstration has no token_versions, and teaches a simulated trainer nothing.
         await controller.train(demonstration(controller, 0))
     real = replace(quick, generator=VLLMGenerator.Config(), trainer=Trainer.Config())
     folders = [quick, replace(quick, trainer=real.trainer), real]
-    assert len({config.model_folder for config in folders}) == 3
+    assert len({model_folder(config) for config in folders}) == 3
 
 
 @pytest.mark.parametrize(
@@ -99,7 +95,7 @@ async def test_simulated_actors_start_from_a_model_that_no_real_run_is_given(tmp
         ({}, True),
         ({"steps": 7}, True),
         ({"seed": 1}, False),
-        ({"thinking": True}, False),
+        ({"rollout": RolloutConfig(thinking=True)}, False),
         ({"task": SumDigits.Config(max_numbers=3)}, False),
         ({"warm_start": WarmStartConfig(lr=1e-3)}, False),
         ({"warm_start": WarmStartConfig(experts=8)}, False),
@@ -108,7 +104,7 @@ async def test_simulated_actors_start_from_a_model_that_no_real_run_is_given(tmp
 )
 def test_the_folder_is_that_of_the_settings_that_make_the_model(change, same):
     config = replace(low_tokens(), model="", warm_start=WarmStartConfig(), task=SumDigits.Config())
-    assert (replace(config, **change).model_folder == config.model_folder) is same
+    assert (model_folder(replace(config, **change)) == model_folder(config)) is same
 
 
 def test_only_ctrl_c_keeps_what_was_begun(tmp_path):

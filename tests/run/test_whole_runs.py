@@ -163,7 +163,7 @@ def test_the_trainer_alone_makes_the_same_model_of_the_saved_rollouts(
     finished, tiny_model, tmp_path
 ):
     """Without generator and grader, to the last bit; and what it computed is there by token."""
-    source = ["--train_from", str(finished.folder), "--trainer.export_tokens"]
+    source = ["--rollout.train_from", str(finished.folder), "--trainer.export_tokens"]
     run = Run(tiny_model, tmp_path, *source)
     assert run.finish() == 0, run.output
     assert "nothing is generated, graded or evaluated" in run.output
@@ -226,7 +226,7 @@ def test_a_run_that_everything_happens_to_ends_like_one_that_nothing_happened_to
     run = resume("file", until=4)
     names_the_dead(run, "trainer")
     leaves_no_snapshot(run)
-    run = resume("auto", "--check_weights", until=5)
+    run = resume("auto", "--trainer.weight_sync.check", until=5)
     assert run.finish() == 0, run.output
     assert run.metrics()[-2]["sync/mismatch"] <= 1e-4
     assert numbers(run.metrics()) == numbers(finished.metrics())

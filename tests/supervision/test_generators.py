@@ -7,8 +7,7 @@ from collections import Counter
 import pytest
 
 from torchtitan_rl.actors.interfaces import SampleRequest
-from torchtitan_rl.actors.simulated import SimulatedGenerator
-from torchtitan_rl.config.sampling import SamplingConfig
+from torchtitan_rl.config import GeneratorConfig, SamplingConfig
 from torchtitan_rl.core.types import Completion
 from torchtitan_rl.supervision.calls import WorkerDiedError
 from torchtitan_rl.supervision.generators import Generators
@@ -16,7 +15,9 @@ from torchtitan_rl.supervision.pool import ActorsDiedError
 from torchtitan_rl.supervision.spawn import spawn_generator
 
 SAMPLING = SamplingConfig(max_tokens=16)
-CONFIG = SimulatedGenerator.Config(sampling=SAMPLING, seconds_per_token=0.01, threads=1)
+CONFIG = GeneratorConfig(
+    backend="simulated", kwargs={"seconds_per_token": 0.01}, sampling=SAMPLING, threads=1
+)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from tests.low_tokens import Deadly
 from tests.support import low_tokens, small_engine
 from torchtitan_rl.actors.grader import Grader
 from torchtitan_rl.actors.interfaces import RewardError, UngradedGroup
-from torchtitan_rl.actors.simulated import SimulatedGenerator, SimulatedTrainer
+from torchtitan_rl.config import GeneratorConfig, TrainerConfig
 from torchtitan_rl.core.types import Completion
 from torchtitan_rl.observability.json_lines import read_lines
 from torchtitan_rl.run.controller import Controller
@@ -117,10 +117,10 @@ def config_for(folder, tiny_model, **changes):
     return replace(
         base,
         model=str(tiny_model),
-        generator=SimulatedGenerator.Config(
-            sampling=base.generator.sampling, engine=small_engine()
+        generator=GeneratorConfig(
+            backend="simulated", sampling=base.generator.sampling, engine=small_engine()
         ),
-        trainer=SimulatedTrainer.Config(threads=1),
+        trainer=TrainerConfig(backend="simulated", threads=1),
         prompts_per_step=4,
         evaluation=replace(base.evaluation, every=100),
         output_dir=str(folder),

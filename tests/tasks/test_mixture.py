@@ -5,8 +5,7 @@ from collections import Counter
 import pytest
 
 from tests.low_tokens import LowTokens
-from torchtitan_rl.algorithms.echo import EchoConfig, RoleEcho
-from torchtitan_rl.config.sampling import SamplingConfig
+from torchtitan_rl.config import EchoConfig, RoleEcho, SamplingConfig
 from torchtitan_rl.tasks.mixture import Mixture
 from torchtitan_rl.tasks.sum_digits import SumDigits
 

@@ -9,11 +9,12 @@ import torch
 from monarch.actor import ActorError
 
 from tests.weight_sync.actors import Reader, Writer, values
+from torchtitan_rl.config import WeightSyncConfig
 from torchtitan_rl.platform import worker_env
 from torchtitan_rl.supervision.spawn import spawn
 from torchtitan_rl.weight_sync.handle import Part, Slot
 from torchtitan_rl.weight_sync.rdma import _changed_blocks
-from torchtitan_rl.weight_sync.transport import WeightSyncConfig, choose_transport
+from torchtitan_rl.weight_sync.transport import choose_transport
 
 SIZE = 2_500_000  # 25 MB: more than one block of RDMA
 

@@ -3,13 +3,12 @@
 import asyncio
 import math
 import pickle
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from monarch.actor import Actor, concurrent_endpoint
 
 from torchtitan_rl.actors.interfaces import EnvironmentRequest, EnvironmentResponse
-from torchtitan_rl.core.configurable import Configurable
+from torchtitan_rl.config.environment import EnvironmentConfig
 from torchtitan_rl.core.plugins import nearest
 from torchtitan_rl.core.types import Message
 from torchtitan_rl.core.waiting import together
@@ -37,7 +36,7 @@ Request: TypeAlias = EnvironmentRequest
 Response: TypeAlias = EnvironmentResponse
 
 
-class Environment(Actor, Configurable):
+class Environment(Actor):
     """Makes the model's tool calls. It keeps no conversation: its state comes and goes with it.
 
     Nothing a tool does is an error here: the model is told, and may do better. Tools and answers
@@ -53,21 +52,9 @@ class Environment(Actor, Configurable):
         response.messages  # [{"role": "tool", "name": "calculator", "content": "46"}]
     """
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(Configurable.Config):
-        timeout_seconds: float = 30.0
-        """Longest a tool may take for one call, and a task for one answer."""
-        concurrent_calls: int = 16
-        """Calls at a time; the others wait for their turn, which is no part of their time."""
-        max_result_chars: int = 8192
-        """A longer result, or answer, is cut, and the model is told so."""
+    Config: TypeAlias = EnvironmentConfig
 
-        def __post_init__(self) -> None:
-            for name in ("timeout_seconds", "concurrent_calls", "max_result_chars"):
-                if not getattr(self, name) > 0:
-                    raise ValueError(f"environment.{name} must be positive")
-
-    def __init__(self, config: Config, *, task: Task.Config, seed: int = 0) -> None:
+    def __init__(self, config: EnvironmentConfig, *, task: Task.Config, seed: int = 0) -> None:
         self.config = config
         self._task_config, self._seed = task, seed
 

@@ -2,17 +2,18 @@
 
 import asyncio
 import itertools
-from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from monarch.actor import Actor, concurrent_endpoint
 
-from torchtitan_rl.core.configurable import Configurable
+from torchtitan_rl.config import SamplingConfig
+from torchtitan_rl.config.generator import GeneratorConfig
 from torchtitan_rl.core.types import Completion
-from torchtitan_rl.engines.vllm.engine import Engine, EngineConfig, Prompt, SamplingConfig
+from torchtitan_rl.engines.vllm.engine import Engine, Prompt
 from torchtitan_rl.weight_sync.handle import WeightHandle
 
 
-class VLLMGenerator(Actor, Configurable):
+class VLLMGenerator(Actor):
     """An in-process vLLM engine as an actor. Concurrent calls share one continuous batch.
 
     Example:
@@ -22,26 +23,9 @@ class VLLMGenerator(Actor, Configurable):
         )
     """
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(Configurable.Config):
-        sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(n=8))
-        """How training completions are sampled; a call may override it."""
-        engine: EngineConfig = field(default_factory=EngineConfig)
-        tensor_parallel_degree: int = 1
-        """GPUs that share the model."""
-        threads: int = 0
-        """CPU threads; 0 is all cores of the machine."""
+    Config: TypeAlias = GeneratorConfig
 
-        def __post_init__(self) -> None:
-            if self.tensor_parallel_degree < 1:
-                raise ValueError("generator.tensor_parallel_degree must be at least 1")
-            if self.sampling.max_tokens >= self.engine.max_model_len:
-                raise ValueError(
-                    f"generator.sampling.max_tokens ({self.sampling.max_tokens}) leaves no room "
-                    f"for a prompt in generator.engine.max_model_len ({self.engine.max_model_len})"
-                )
-
-    def __init__(self, config: Config, *, model: str, seed: int) -> None:
+    def __init__(self, config: GeneratorConfig, *, model: str, seed: int) -> None:
         self.config = config
         self._model, self._seed = model, seed
         self._calls = itertools.count()

@@ -6,13 +6,12 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 from monarch.actor import Actor, concurrent_endpoint
 
 from torchtitan_rl.actors.interfaces import GroupRewards, RewardError, UngradedGroup
-from torchtitan_rl.core.configurable import Configurable
+from torchtitan_rl.config.grader import GraderConfig
 from torchtitan_rl.core.errors import describe_error
 from torchtitan_rl.core.types import Completion, Rollout, ScoredCompletion
 from torchtitan_rl.tasks.task import Reward, Task
@@ -24,7 +23,7 @@ CONCURRENT_REWARDS = 4
 Ungraded = UngradedGroup
 
 
-class Grader(Actor, Configurable):
+class Grader(Actor):
     """Scores completions in a process of its own, so that a reward function cannot hurt the rest.
 
     Example:
@@ -32,16 +31,9 @@ class Grader(Actor, Configurable):
         scored = await grader.actor.score.call_one(completions, expected_answer=24)
     """
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(Configurable.Config):
-        timeout_seconds: float = 60.0
-        """Longest a reward function may take for one group."""
+    Config: TypeAlias = GraderConfig
 
-        def __post_init__(self) -> None:
-            if self.timeout_seconds <= 0:
-                raise ValueError("grader.timeout_seconds must be positive")
-
-    def __init__(self, config: Config, *, task: Task.Config, seed: int = 0) -> None:
+    def __init__(self, config: GraderConfig, *, task: Task.Config, seed: int = 0) -> None:
         self.config = config
         self._task_config, self._seed = task, seed
 

@@ -1,17 +1,15 @@
 """Reference: the frozen model of the reference KL, on processes of its own."""
 
-from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 from monarch.actor import Actor, endpoint
 
 from torchtitan_rl.batching.grid import Grid
-from torchtitan_rl.config.parallelism import Parallelism
-from torchtitan_rl.core.configurable import Configurable
-from torchtitan_rl.platform import Dtype
+from torchtitan_rl.config.reference import ReferenceConfig
 
 
-class Reference(Actor, Configurable):
+class Reference(Actor):
     """One rank of the reference mesh. Its weights are those of the HF folder, and stay.
 
     Example:
@@ -19,19 +17,9 @@ class Reference(Actor, Configurable):
         columns = per_rank(await reference.actor.logprobs.call(grid))
     """
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(Configurable.Config):
-        parallelism: Parallelism = field(default_factory=Parallelism)
-        dtype: Dtype = "auto"
-        """`auto`: float32 on a CPU, bfloat16 on a GPU."""
-        threads: int = 1
-        """CPU threads per rank."""
+    Config: TypeAlias = ReferenceConfig
 
-        def __post_init__(self) -> None:
-            if self.threads < 1:
-                raise ValueError(f"reference.threads must be at least 1; got {self.threads}")
-
-    def __init__(self, config: Config, *, model: str) -> None:
+    def __init__(self, config: ReferenceConfig, *, model: str) -> None:
         self.config = config
         self._model_folder = model
 

@@ -1,27 +1,24 @@
 """A generator and a trainer without a model: declared delays and failures, to study scheduling.
 
-They stand where the real ones stand, as a choice in a recipe: with
-`generator=SimulatedGenerator.Config()` tokens are random, with `trainer=SimulatedTrainer.Config()`
-nothing is learned. Prompts are rendered all the same, so a model folder with a tokenizer is needed;
-and steps train only if the task rewards some random tokens more than others.
+They stand where the real ones stand, as a choice in a recipe: with `generator.backend simulated`
+tokens are random, with `trainer.backend simulated` nothing is learned. Prompts are rendered all the
+same, so a model folder with a tokenizer is needed; and steps train only if the task rewards some
+random tokens more than others.
 """
 
 import asyncio
 import itertools
-import math
 import os
 import random
-from dataclasses import dataclass
 from typing import Any
 
 from monarch.actor import Actor, concurrent_endpoint
 
-from torchtitan_rl.actors.generator import VLLMGenerator
-from torchtitan_rl.actors.trainer import Trainer
 from torchtitan_rl.batching.documents import segment_ids, segments
 from torchtitan_rl.batching.grid import Grid
+from torchtitan_rl.config.generator import GeneratorConfig
 from torchtitan_rl.config.sampling import SamplingConfig
-from torchtitan_rl.core.configurable import Configurable
+from torchtitan_rl.config.trainer import TrainerConfig
 from torchtitan_rl.core.metrics import Metrics, by_task, merge_metrics
 from torchtitan_rl.core.types import Completion
 from torchtitan_rl.engines.vllm.engine import sample_seed
@@ -31,31 +28,26 @@ VOCABULARY = range(250)
 """Tokens that any tokenizer has."""
 
 
-class SimulatedGenerator(Actor, Configurable):
+class SimulatedGenerator(Actor):
     """Samples random tokens, the same for the same seed, in the time it is told to take."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(VLLMGenerator.Config):
-        seconds_per_token: float = 0.0
-        """Of one completion; up to engine.max_num_seqs are decoded side by side."""
-        seconds_per_pull: float = 0.0
-        """To swap in new weights."""
-        failure_rate: float = 0.0
-        """Share of calls that fail."""
-        death_rate: float = 0.0
-        """Share of calls in which the process dies."""
-
-        def __post_init__(self) -> None:
-            VLLMGenerator.Config.__post_init__(self)  # no `super()` in a class with slots
-            _check_seconds("generator", self, "seconds_per_token", "seconds_per_pull")
-            for name in ("failure_rate", "death_rate"):
-                if not 0 <= (rate := getattr(self, name)) <= 1:
-                    raise ValueError(
-                        f"generator.{name} must be a share of calls, in [0, 1]; got {rate}"
-                    )
-
-    def __init__(self, config: Config, *, model: str, seed: int) -> None:
+    def __init__(
+        self,
+        config: GeneratorConfig,
+        *,
+        model: str,
+        seed: int,
+        seconds_per_token: float = 0.0,
+        seconds_per_pull: float = 0.0,
+        failure_rate: float = 0.0,
+        death_rate: float = 0.0,
+    ) -> None:
+        """`seconds_per_token` is the time of one completion, of which up to engine.max_num_seqs are
+        decoded side by side; `seconds_per_pull` is the time to swap in new weights. The rates are
+        shares of calls: those that fail, and those in which the process dies."""
         self.config, self._seed = config, seed
+        self._seconds_per_token, self._seconds_per_pull = seconds_per_token, seconds_per_pull
+        self._failure_rate, self._death_rate = failure_rate, death_rate
         self._fate = random.Random(f"{seed}/{os.getpid()}")
         self._calls = itertools.count()
 
@@ -77,9 +69,9 @@ class SimulatedGenerator(Actor, Configurable):
         samplings = sampling if isinstance(sampling, list) else [sampling] * len(prompts)
         names = group_ids or [f"call {next(self._calls)}/{i}" for i in range(len(prompts))]
         firsts = sample_numbers or [0] * len(prompts)
-        if self._fate.random() < self.config.death_rate:
+        if self._fate.random() < self._death_rate:
             os._exit(1)
-        if self._fate.random() < self.config.failure_rate:
+        if self._fate.random() < self._failure_rate:
             raise RuntimeError("a simulated failure")
         completions = [
             self._complete(index, prompt, sampling, name, sample)
@@ -88,7 +80,7 @@ class SimulatedGenerator(Actor, Configurable):
             )
             for sample in range(first, first + sampling.n)
         ]
-        if self.config.seconds_per_token:
+        if self._seconds_per_token:
             await asyncio.gather(*map(self._decode, completions))
         return completions
 
@@ -104,7 +96,7 @@ class SimulatedGenerator(Actor, Configurable):
     async def _decode(self, completion: Completion) -> None:
         async with self._seats:
             completion.policy_version = self._version
-            await asyncio.sleep(len(completion.token_ids) * self.config.seconds_per_token)
+            await asyncio.sleep(len(completion.token_ids) * self._seconds_per_token)
 
     @concurrent_endpoint
     async def cancel(self, group_ids: list[str]) -> None:
@@ -112,28 +104,17 @@ class SimulatedGenerator(Actor, Configurable):
 
     @concurrent_endpoint
     async def pull_weights(self, handle: WeightHandle) -> int:
-        await asyncio.sleep(self.config.seconds_per_pull)
+        await asyncio.sleep(self._seconds_per_pull)
         self._version = handle.version
         return self._version
 
 
-class SimulatedTrainer(Actor, Configurable):
+class SimulatedTrainer(Actor):
     """Takes the time it is told to take, and counts versions."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(Trainer.Config):
-        seconds_per_step: float = 0.0
-        """To train on a batch."""
-        seconds_per_publish: float = 0.0
-        """To snapshot the weights."""
-
-        def __post_init__(self) -> None:
-            Trainer.Config.__post_init__(self)
-            _check_seconds("trainer", self, "seconds_per_step", "seconds_per_publish")
 
     def __init__(
         self,
-        config: Config,
+        config: TrainerConfig,
         *,
         model: str,
         steps: int,
@@ -142,8 +123,13 @@ class SimulatedTrainer(Actor, Configurable):
         weights_folder: str,
         keep: int,
         seed: int,
+        seconds_per_step: float = 0.0,
+        seconds_per_publish: float = 0.0,
     ) -> None:
+        """`seconds_per_step` is the time to train on a batch, `seconds_per_publish` the time to
+        snapshot the weights."""
         self.config = config
+        self._seconds_per_step, self._seconds_per_publish = seconds_per_step, seconds_per_publish
 
     @concurrent_endpoint
     async def setup(self, *, resume: bool) -> None:
@@ -156,7 +142,7 @@ class SimulatedTrainer(Actor, Configurable):
     @concurrent_endpoint
     async def train_step(self, *grids: Grid, step: int = 0) -> Metrics:
         measured = merge_metrics([_ages(grid, self._version) for grid in grids])
-        await asyncio.sleep(self.config.seconds_per_step)
+        await asyncio.sleep(self._seconds_per_step)
         self._version += 1
         return measured
 
@@ -167,7 +153,7 @@ class SimulatedTrainer(Actor, Configurable):
     @concurrent_endpoint
     async def publish_weights(self, **_how: Any) -> WeightHandle:
         version = self._version  # the next step may begin before the snapshot is there
-        await asyncio.sleep(self.config.seconds_per_publish)
+        await asyncio.sleep(self._seconds_per_publish)
         return WeightHandle(version, "shm")
 
     @concurrent_endpoint
@@ -177,12 +163,6 @@ class SimulatedTrainer(Actor, Configurable):
     @concurrent_endpoint
     async def export_hf(self, folder: str) -> None:
         """There is nothing to export."""
-
-
-def _check_seconds(who: str, config: Any, *names: str) -> None:
-    for name in names:
-        if not 0 <= (seconds := getattr(config, name)) < math.inf:
-            raise ValueError(f"{who}.{name} must be seconds, 0 or more; got {seconds}")
 
 
 def _ages(grid: Grid, version: int) -> Metrics:

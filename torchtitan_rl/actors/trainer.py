@@ -13,9 +13,9 @@ import functools
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -23,52 +23,20 @@ from monarch.actor import Actor, concurrent_endpoint
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 
 from torchtitan_rl.algorithms.echo_loss import echo_loss
-from torchtitan_rl.algorithms.objective import LossConfig, mismatch, objective
+from torchtitan_rl.algorithms.objective import mismatch, objective
 from torchtitan_rl.algorithms.policy_loss import LossInputs, LossOutput
 from torchtitan_rl.batching.grid import Grid
 from torchtitan_rl.batching.microbatch import Microbatch
-from torchtitan_rl.batching.overlong import Overlong
-from torchtitan_rl.config.parallelism import Parallelism
-from torchtitan_rl.core.configurable import Configurable
+from torchtitan_rl.config.loss import LossConfig
+from torchtitan_rl.config.trainer import TrainerConfig
 from torchtitan_rl.core.metrics import Mean, Metrics, Same, by_task, merge_metrics
 from torchtitan_rl.observability.token_export import TokenExport
-from torchtitan_rl.platform import Dtype, device_type
 from torchtitan_rl.weight_sync.handle import Shard, Transport, WeightHandle
 from torchtitan_rl.weight_sync.snapshot import Publisher
-from torchtitan_rl.weight_sync.transport import WeightSyncConfig, make_publisher
+from torchtitan_rl.weight_sync.transport import make_publisher, wants_checksums
 
 if TYPE_CHECKING:
     from torchtitan_rl.models.rank import Predicted
-
-
-@dataclass(kw_only=True, slots=True)
-class OptimizerConfig:
-    """AdamW."""
-
-    lr: float = 1e-6
-    """Learning rate after warm-up."""
-    betas: tuple[float, float] = (0.9, 0.99)
-    """Decay of the running means of the gradient and of its square."""
-    eps: float = 1e-8
-    """Added to the root of the latter, against division by 0."""
-    weight_decay: float = 0.0
-    """Share of a weight that a step takes off, times the learning rate."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.lr < float("inf"):
-            raise ValueError(f"optimizer.lr must be positive; got {self.lr}")
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"optimizer.betas must lie in [0, 1); got {self.betas}")
-
-
-def constant_lr(warmup_steps: int = 0) -> LRSchedulersContainer.Config:
-    """A schedule that warms up and then stays: an RL run has no natural end to decay towards."""
-    return LRSchedulersContainer.Config(warmup_steps=warmup_steps, decay_ratio=0.0)
-
-
-def annealed_lr(warmup_steps: int = 0, last: float = 0.5) -> LRSchedulersContainer.Config:
-    """A schedule that warms up, stays, and falls to 0 over the last share of the steps."""
-    return LRSchedulersContainer.Config(warmup_steps=warmup_steps, decay_ratio=last)
 
 
 def computes(method: Callable[..., Any]) -> Any:
@@ -81,7 +49,7 @@ def computes(method: Callable[..., Any]) -> Any:
     return concurrent_endpoint(asked)
 
 
-class Trainer(Actor, Configurable):
+class Trainer(Actor):
     """One rank of the trainer mesh. See `Trainer.Config` for what can be set.
 
     Example:
@@ -92,49 +60,11 @@ class Trainer(Actor, Configurable):
         handle = merge_handles(per_rank(await trainer.actor.publish_weights.call()))
     """
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(Configurable.Config):
-        optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-        lr_scheduler: LRSchedulersContainer.Config = field(default_factory=constant_lr)
-        """torchtitan's schedule: warm-up, stable, decay."""
-        loss: LossConfig = field(default_factory=LossConfig)
-        updates_per_step: int = 1
-        """Optimizer steps on the episodes of one step; each takes an equal share of the groups."""
-        max_grad_norm: float = 1.0
-        """Gradients are scaled down to this norm."""
-        tokens_per_microbatch: int = 16384
-        """Most tokens in one forward pass of one rank."""
-        overlong: Overlong = "error"
-        """Episodes of more tokens than that: refuse, cut the completion's end off, or leave out."""
-        router_replay: bool = False
-        """In a mixture of experts, route tokens as the generator did; the router still learns."""
-        share_prompts: bool = False
-        """Compute a prompt once for all its samples in a microbatch; on a CPU only, as yet."""
-        parallelism: Parallelism = field(default_factory=Parallelism)
-        dtype: Dtype = "auto"
-        """Of the computation; `auto`: float32 on a CPU, bfloat16 on a GPU. Weights stay float32. On
-        a GPU attention and experts compute in bfloat16 all the same."""
-        activation_checkpoint: Literal["none", "full"] = "none"
-        """`full` recomputes each layer in the backward pass to save memory."""
-        weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
-        threads: int = 0
-        """CPU threads per rank; 0 is all cores of the machine divided by the ranks."""
-        export_tokens: bool = False
-        """Write what was computed for every token to the run's `tokens` folder."""
-
-        def __post_init__(self) -> None:
-            if self.tokens_per_microbatch < 1:
-                raise ValueError("trainer.tokens_per_microbatch must be at least 1")
-            if self.updates_per_step < 1:
-                raise ValueError("trainer.updates_per_step must be at least 1")
-            if not self.max_grad_norm > 0:
-                raise ValueError("trainer.max_grad_norm must be positive")
-            if self.share_prompts and device_type() != "cpu":
-                raise ValueError("trainer.share_prompts needs a CPU, as yet: switch it off")
+    Config: TypeAlias = TrainerConfig
 
     def __init__(
         self,
-        config: Config,
+        config: TrainerConfig,
         *,
         model: str,
         steps: int,
@@ -183,9 +113,8 @@ class Trainer(Actor, Configurable):
             weight_decay=optimizer.weight_decay,
         )
         self.optimizers = container.build(model_parts=[self.model])
-        self.lr_schedulers = config.lr_scheduler.build(
-            optimizers=self.optimizers, training_steps=self._steps
-        )
+        schedule = LRSchedulersContainer.Config(**asdict(config.lr_scheduler))
+        self.lr_schedulers = schedule.build(optimizers=self.optimizers, training_steps=self._steps)
         self.weights = LocalWeights(self.model, self.rank.spec, self.rank.adapter)
         self.state = TrainState()
         self.checkpoints = Checkpoints(
@@ -288,7 +217,7 @@ class Trainer(Actor, Configurable):
                 transport,
                 folder=Path(config.folder or self._weights_folder) / f"rank-{dist.get_rank()}",
                 device=str(device),
-                checksums=config.wants_checksums(transport, device.type),
+                checksums=wants_checksums(config, transport, device.type),
                 threads=torch.get_num_threads(),
             )
         return self._publisher

@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 
+from torchtitan_rl.config.advantage import AdvantageConfig
 from torchtitan_rl.core.plugins import check_arguments, resolve
 from torchtitan_rl.core.types import Completion, ScoredCompletion
 
@@ -91,28 +92,6 @@ ADVANTAGES: dict[str, AdvantageFn] = {
 }
 
 
-BASELINES = frozenset(ADVANTAGES) - {"reward"}
-"""Those that compare the samples of a group, so that a group of one teaches nothing."""
-
-
-@dataclass(kw_only=True, slots=True)
-class AdvantageConfig:
-    """Which advantage, by name or import path."""
-
-    name: str = "mean_baseline"
-    """mean_baseline, grpo, rloo, maxrl, reward, or `package.module:function` of your own."""
-    kwargs: dict[str, float | str] = field(default_factory=dict)
-    """Keyword arguments of the function, as names and values: `scale 0.5`."""
-    length_penalty: bool = False
-    """Among the best answers of a group, reward the shorter ones more."""
-
-    def __post_init__(self) -> None:
-        function = resolve(self.name, ADVANTAGES, what="advantage")
-        check_arguments(self.name, function, self.kwargs, what="advantage")
-        if self.name not in ADVANTAGES:
-            group_advantages(self, _trial_group(), "on trial")
-
-
 def group_advantages(
     config: AdvantageConfig, group: Sequence[ScoredCompletion], group_id: str
 ) -> list[float]:
@@ -149,6 +128,16 @@ def group_advantages(
                 "must be a finite number"
             )
     return [float(value) for value in advantages]
+
+
+def check_advantage(config: AdvantageConfig) -> None:
+    """Refuse an advantage function of the user's own that cannot be imported, called with the
+    configured keyword arguments, or used: it is tried on a group of two."""
+    if config.name in ADVANTAGES:
+        return
+    function = resolve(config.name, ADVANTAGES, what="advantage")
+    check_arguments(config.name, function, config.kwargs, what="advantage")
+    group_advantages(config, _trial_group(), "on trial")
 
 
 def _trial_group() -> list[ScoredCompletion]:

@@ -4,74 +4,12 @@ In a rollout of several turns the environment's tokens teach the model how the e
 A token's weight is a stream of its own, `echo_alpha`; it never rides on the advantages.
 """
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
 
+from torchtitan_rl.config.echo import EchoConfig, Role, RoleEcho, ToolEcho
 from torchtitan_rl.core.errors import describe_error
 from torchtitan_rl.core.plugins import check_arguments, resolve
-
-Role = Literal["system", "user", "assistant", "tool"]
-ROLES: tuple[Role, ...] = ("system", "user", "assistant", "tool")
-
-
-@dataclass(kw_only=True, slots=True)
-class RoleEcho:
-    """Echo what messages of a role say."""
-
-    alpha: float = 1.0
-    """Weight of a token's cross-entropy; at 0 it only takes the token out of RL."""
-
-    def __post_init__(self) -> None:
-        if not math.isfinite(self.alpha):
-            raise ValueError(f"echo alpha must be a finite number; got {self.alpha}")
-
-
-@dataclass(kw_only=True, slots=True)
-class ToolEcho(RoleEcho):
-    """Echo what tools answer."""
-
-    tool_names: tuple[str, ...] | None = None
-    """Of these tools only; None: of all, named or not."""
-
-    def __post_init__(self) -> None:
-        # By name: with slots, the class that super() knows is not the one that is used.
-        RoleEcho.__post_init__(self)
-        if self.tool_names is None:
-            return
-        if isinstance(self.tool_names, str) or not self.tool_names:
-            raise ValueError(
-                f"echo.tool.tool_names must name at least one tool, or be None for all; got "
-                f"{self.tool_names!r}"
-            )
-        self.tool_names = tuple(sorted(self.tool_names))  # a set is as good, but no JSON
-
-
-@dataclass(kw_only=True, slots=True)
-class EchoConfig:
-    """Which tokens of a rollout echo; a role that is None does not."""
-
-    system: RoleEcho | None = None
-    """What system messages say."""
-    user: RoleEcho | None = None
-    """What user messages say: the prompt, and what someone answers."""
-    assistant: RoleEcho | None = None
-    """Cross-entropy on the model's own samples, in place of RL on them."""
-    tool: ToolEcho | None = None
-    """What tools answer."""
-    filter: str = ""
-    """`package.module:function` of a rollout that says, turn by turn, which tokens may echo."""
-    filter_kwargs: dict[str, float | str] = field(default_factory=dict)
-    """Keyword arguments of the filter."""
-
-    def __post_init__(self) -> None:
-        if not any(getattr(self, role) for role in ROLES):
-            raise ValueError("echo needs at least one of system, user, assistant, tool")
-        if self.filter:
-            builtins: dict[str, Callable] = {}
-            function = resolve(self.filter, builtins, what="echo filter")
-            check_arguments(self.filter, function, self.filter_kwargs, what="echo filter")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +57,14 @@ def _alpha(config: EchoConfig, token: Attribution | None) -> float | None:
     if names is not None and token.tool_name not in names:
         return None
     return chosen.alpha
+
+
+def check_filter(config: EchoConfig) -> None:
+    """Refuse an echo filter that cannot be imported, or called with its keyword arguments."""
+    if config.filter:
+        builtins: dict[str, Callable] = {}
+        function = resolve(config.filter, builtins, what="echo filter")
+        check_arguments(config.filter, function, config.filter_kwargs, what="echo filter")
 
 
 def call_filter(config: EchoConfig, rollout: object) -> object:

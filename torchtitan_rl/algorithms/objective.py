@@ -1,105 +1,60 @@
 """The whole loss of a microbatch: policy loss, off-policy correction and KL terms, by config."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 
 import torch
 
 from torchtitan_rl.algorithms.correction import (
     Corrected,
-    CorrectionConfig,
     correction_weights,
 )
-from torchtitan_rl.algorithms.kl import ESTIMATORS, KLConfig
+from torchtitan_rl.algorithms.kl import ESTIMATORS
 from torchtitan_rl.algorithms.policy_loss import (
-    LIMITS,
     LOSSES,
-    RATIO_FREE,
     LossInputs,
     LossOutput,
     required,
 )
-from torchtitan_rl.algorithms.probe import check_loss, needs_generator_logprobs
+from torchtitan_rl.algorithms.probe import needs_generator_logprobs, try_loss
+from torchtitan_rl.config.correction import CorrectionConfig
+from torchtitan_rl.config.loss import LossConfig
+from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.core.metrics import Mean, Metrics
-from torchtitan_rl.core.plugins import check_arguments, nearest, resolve
-
-REDUCTIONS = ("token_mean", "sequence_mean", "prompt_mean", "fixed_length")
-"""What may weigh the same in a batch; `batching.reduction.weigh` sets the weights."""
+from torchtitan_rl.core.plugins import check_arguments, resolve
 
 
-@dataclass(kw_only=True, slots=True)
-class LossConfig:
-    """What is minimised: a policy loss by name or import path, and what goes with it."""
-
-    name: str = "grpo"
-    """grpo, dapo, dual_clip, gspo, cispo, dppo, sapo, reinforce, or `package.module:function` of
-    your own."""
-    kwargs: dict[str, float | str] = field(default_factory=dict)
-    """Keyword arguments of the function, as names and values: `clip_low 0.1 clip_high 0.3`."""
-    reduction: str = "token_mean"
-    """What weighs the same: token_mean: every token of the batch; sequence_mean: every episode;
-    prompt_mean: every prompt; fixed_length: every token, over episodes times the most tokens that a
-    rollout may sample."""
-    rollout_kl: KLConfig = field(default_factory=KLConfig)
-    """KL to the policy that sampled: a soft trust region."""
-    ref_kl: KLConfig = field(default_factory=KLConfig)
-    """KL to the frozen model the run started from; takes an actor of its own."""
-    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
-    """What to do where trainer and generator disagree on the policy."""
-
-    def __post_init__(self) -> None:
-        check_arguments(
-            self.name, resolve(self.name, LOSSES, what="loss"), self.kwargs, what="loss"
-        )
-        if self.reduction not in REDUCTIONS:
-            raise ValueError(
-                f"unknown reduction {self.reduction!r}; {nearest(self.reduction, REDUCTIONS)}"
-            )
-        if self.name in LOSSES:
-            _check_limits(self.kwargs)
-        else:
-            check_loss(self.name, self.policy_loss, has_reference=self.ref_kl.on)
-
-    def policy_loss(self, inputs: LossInputs) -> LossOutput:
-        """The policy loss alone."""
-        return resolve(self.name, LOSSES, what="loss")(inputs, **self.kwargs)
-
-    @property
-    def uses_ratios(self) -> bool:
-        """Whether any part compares the trainer's policy with the generator's or an older one."""
-        return self.name not in RATIO_FREE or self.rollout_kl.on or self.correction.on
-
-    def needs(self) -> dict[str, str]:
-        """Optional fields of an episode that must be there, each with the setting that needs it."""
-        found = {}
-        for setting, on, name in (
-            ("correction", self.correction.on, "generator_logprobs"),
-            ("rollout_kl", self.rollout_kl.on, "generator_logprobs"),
-            (f"name {self.name}", needs_generator_logprobs(self.policy_loss), "generator_logprobs"),
-            ("ref_kl", self.ref_kl.on, "ref_logprobs"),
-        ):
-            if on:
-                found[name] = f"trainer.loss.{setting}"
-        return found
-
-    def notices(self) -> list[str]:
-        """What the user should know about these choices."""
-        notices = self.rollout_kl.notices("loss.rollout_kl") + self.ref_kl.notices("loss.ref_kl")
-        if self.name == "dppo" and self.correction.importance_weight != "off":
-            notices.append(
-                "loss.name dppo weighs by exp(t - g) already; correction.importance_weight does so "
-                "once more"
-            )
-        return notices
+def policy_loss(config: LossConfig, inputs: LossInputs) -> LossOutput:
+    """The configured policy loss alone."""
+    return resolve(config.name, LOSSES, what="loss")(inputs, **config.kwargs)
 
 
-def _check_limits(kwargs: dict[str, float | str]) -> None:
-    for name, value in kwargs.items():
-        least, largest = LIMITS[name]
-        if not isinstance(value, int | float) or not least <= value <= largest:
-            allowed = (
-                f"from {least:g} up" if largest == float("inf") else f"{least:g} to {largest:g}"
-            )
-            raise ValueError(f"loss.kwargs.{name} must be a number {allowed}; got {value!r}")
+def check_loss(config: LossConfig) -> None:
+    """Refuse a loss function of the user's own that cannot be imported, called with the configured
+    keyword arguments, or trained with: it is tried on a few tokens and on none."""
+    if config.built_in is not None:
+        return
+    function = resolve(config.name, LOSSES, what="loss")
+    check_arguments(config.name, function, config.kwargs, what="loss")
+    loss = partial(policy_loss, config)
+    try_loss(config.name, loss, has_reference=config.ref_kl.on)
+
+
+def loss_needs(config: LossConfig) -> dict[str, str]:
+    """Optional fields of an episode that a loss needs, each with the setting that needs it. A loss
+    of the user's own is tried without the generator's logprobs."""
+    if config.built_in is not None:
+        return config.needs()
+    return config.needs(generator_logprobs=needs_generator_logprobs(partial(policy_loss, config)))
+
+
+def episode_needs(config: RunConfig) -> dict[str, str]:
+    """Optional fields of an episode that a run needs, each with the setting that needs it."""
+    replay = config.trainer.router_replay
+    return {
+        **loss_needs(config.trainer.loss),
+        **({"routed_experts": "trainer.router_replay"} if replay else {}),
+    }
 
 
 def objective(config: LossConfig, inputs: LossInputs) -> LossOutput:
@@ -109,7 +64,7 @@ def objective(config: LossConfig, inputs: LossInputs) -> LossOutput:
     """
     tokens = float(inputs.logprobs.numel())
     correction = _correction(config.correction, inputs)
-    policy = config.policy_loss(_weighed(inputs, correction))
+    policy = policy_loss(config, _weighed(inputs, correction))
     metrics: Metrics = dict(correction.metrics) if correction else {}
     metrics |= {"loss/policy": Mean(policy.loss_sum.item(), tokens), **policy.metrics}
     loss = policy.loss_sum

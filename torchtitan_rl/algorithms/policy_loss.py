@@ -157,20 +157,6 @@ LOSSES: dict[str, LossFn] = {
     "reinforce": reinforce,
 }
 
-RATIO_FREE = frozenset({"reinforce"})
-"""Losses without a ratio of probabilities."""
-
-LIMITS: dict[str, tuple[float, float]] = {
-    "clip_low": (0.0, 1.0),
-    "clip_high": (0.0, float("inf")),
-    "c": (1.01, float("inf")),  # at 1 it would cap the gradient on-policy
-    "delta_low": (0.0, 1.0),
-    "delta_high": (0.0, 1.0),
-    "tau_positive": (1e-6, 1e6),
-    "tau_negative": (1e-6, 1e6),
-}
-"""Least and largest value of each keyword argument of the losses above."""
-
 
 def required(logprobs: torch.Tensor | None, who: str) -> torch.Tensor:
     """Logprobs that `who` needs; the driver has seen to it that they are there."""

@@ -12,7 +12,7 @@ from torchtitan_rl.algorithms.policy_loss import LossInputs, LossOutput
 from torchtitan_rl.core.errors import raised_at
 
 
-def check_loss(name: str, loss: Callable[[LossInputs], LossOutput], *, has_reference: bool) -> None:
+def try_loss(name: str, loss: Callable[[LossInputs], LossOutput], *, has_reference: bool) -> None:
     """Every way to get a loss function wrong has its own message."""
     who = f"loss {name!r}"
     for tokens in (3, 0):

@@ -1,12 +1,10 @@
 """Policies for episodes that are longer than a microbatch."""
 
 from collections.abc import Sequence
-from typing import Literal
 
 from torchtitan_rl.batching.schema import describe, truncate
+from torchtitan_rl.config.trainer import Overlong
 from torchtitan_rl.core.types import Episode
-
-Overlong = Literal["error", "truncate", "drop"]
 
 
 def limit_length(

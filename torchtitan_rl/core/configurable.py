@@ -4,7 +4,7 @@ Not torchtitan's own `Configurable`, because that imports torch: a grader and an
 none, and importing it takes longer than everything else they do before they are ready.
 """
 
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, ClassVar
 
 
@@ -27,15 +27,15 @@ class Configurable:
         _owner: ClassVar[type | None] = None
 
         def build(self, **runtime: Any) -> Any:
-            """An object of the class this config is nested in. It gets a copy, and besides what is
-            known only when the run is."""
+            """An object of the class this config is nested in, made with a copy of the config and
+            with what is known only when the run is."""
             if self._owner is None:
                 raise TypeError(f"{type(self).__qualname__} is not nested in a Configurable class")
             return self._owner(config=replace(self), **runtime)
 
         def to_dict(self) -> dict[str, Any]:
             """All settings, as JSON can have them."""
-            return {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
+            return to_dict(self)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -47,11 +47,14 @@ class Configurable:
         config._owner = cls
 
 
+def to_dict(config: Any) -> dict[str, Any]:
+    """All settings of a config dataclass, as JSON can have them."""
+    return {field.name: _plain(getattr(config, field.name)) for field in fields(config)}
+
+
 def _plain(value: Any) -> Any:
-    if hasattr(value, "to_dict"):  # also torchtitan's
-        return value.to_dict()
     if is_dataclass(value) and not isinstance(value, type):
-        return asdict(value)
+        return to_dict(value)
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     if isinstance(value, dict):

@@ -3,27 +3,19 @@
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchtitan_rl.config.renames import new_name
+from torchtitan_rl.core.errors import TorchtitanRLError
+
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-FIXED = (
-    *("seed:", "task.", "model:", "warm_start", "prompts_per_step:", "thinking:"),
-    *("generator.sampling.", "advantage.", "trainer.loss.", "trainer.optimizer."),
-    *("trainer.updates_per_step:", "trainer.max_grad_norm:", "trainer.dtype:", "reference.dtype:"),
-    *("trainer.overlong:", "trainer.router_replay:", "rollout.", "max_offpolicy_steps:"),
-    *("batch_filter.", "train_from:"),
-    *("environment.timeout_seconds:", "environment.max_result_chars:"),
-    "generator.engine.max_model_len:",
-)
-"""Settings that decide what a run computes: a resumed run keeps them."""
 
-
-class RunFolderError(ValueError):
+class RunFolderError(TorchtitanRLError, ValueError):
     """The run folder cannot be used as asked; the message says what to do instead."""
 
 
@@ -63,12 +55,16 @@ class RunFolder:
     def relative(self) -> str:
         return os.path.relpath(self.path)
 
-    def changes(self, config: dict[str, Any]) -> list[str]:
-        """Settings that differ from the run that is resumed; one that may not differ is an
-        error."""
+    def changes(self, config: dict[str, Any], *, fixed: Iterable[str] = ()) -> list[str]:
+        """Settings that differ from the run that is resumed. `fixed` are dotted names of settings,
+        or of groups of them, that may not differ: see `config.resume.fixed_settings`."""
         if not self.config_file.exists():
             return []
-        before = _flat(json.loads(self.config_file.read_text()))
+        # A run of an earlier version may know a setting under another name.
+        before = {
+            new_name(key) or key: value
+            for key, value in _flat(json.loads(self.config_file.read_text())).items()
+        }
         after = _flat(json.loads(json.dumps(config)))
         changes = [
             f"{key}: {before.get(key)} → {after.get(key)}"
@@ -77,21 +73,24 @@ class RunFolder:
         ]
         # The user did not change a setting that is new in the code.
         known = [change for change in changes if change.partition(":")[0] in before]
-        if fixed := [change for change in known if change.startswith(FIXED)]:
+        kept = tuple(f"{name}{end}" for name in fixed for end in (".", ":"))
+        if refused := [change for change in known if change.startswith(kept)]:
             raise RunFolderError(
-                f"a resumed run cannot change {'; '.join(fixed)}: resume with the command it was "
+                f"a resumed run cannot change {'; '.join(refused)}: resume with the command it was "
                 "started with"
             )
         return changes
 
-    def create(self, config: dict[str, Any], *, model: Path | None = None) -> list[str]:
+    def create(
+        self, config: dict[str, Any], *, fixed: Iterable[str] = (), model: Path | None = None
+    ) -> list[str]:
         """Make the folder and write the config; returns the settings that a resumed run has
         changed.
 
         With the `model` that the run starts from, its tokenizer is copied too, so that the page can
         decode token ids.
         """
-        changes = self.changes(config)
+        changes = self.changes(config, fixed=fixed)
         self.logs.mkdir(parents=True, exist_ok=True)
         temporary = self.config_file.with_suffix(".tmp")
         temporary.write_text(json.dumps(config, indent=2))

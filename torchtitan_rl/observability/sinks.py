@@ -51,8 +51,8 @@ def open_metrics_log(folder: "RunFolder", config: "RunConfig", *, first_step: in
         JsonLines(folder.metrics_file, first_step=first_step),
         TensorBoard(folder.tensorboard, first_step=first_step),
     ]
-    if config.wandb_project:
-        sinks.append(WandB(config.wandb_project, folder.path, config.to_dict()))
+    if config.log.wandb_project:
+        sinks.append(WandB(config.log.wandb_project, folder.path, config.to_dict()))
     return MetricsLog(*sinks)
 
 

@@ -16,11 +16,12 @@ from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
+from torchtitan_rl.config.dtype import Dtype
+
 if TYPE_CHECKING:
     import torch
 
 DeviceType = Literal["cpu", "cuda"]
-Dtype = Literal["auto", "float32", "bfloat16"]
 
 
 @cache

@@ -1,14 +1,14 @@
 """What the trainer learns from a step's rollouts. Pure."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchtitan_rl.algorithms.advantage import AdvantageConfig, group_advantages
-from torchtitan_rl.algorithms.echo import EchoConfig, call_filter
-from torchtitan_rl.core.errors import describe_error
-from torchtitan_rl.core.plugins import check_arguments, resolve
+from torchtitan_rl.algorithms.advantage import group_advantages
+from torchtitan_rl.algorithms.echo import call_filter
+from torchtitan_rl.config.advantage import AdvantageConfig
+from torchtitan_rl.config.echo import EchoConfig
 from torchtitan_rl.core.types import Episode, Rollout
 from torchtitan_rl.rollout.loop import Group
 from torchtitan_rl.rollout.sequences import NOBODY, TokenSequence, Turn, merge_turns, turn_alphas
@@ -27,7 +27,7 @@ class Batch:
 
 
 def make_batch(
-    groups: Sequence[Group], advantage: AdvantageConfig, *, holdout_share: float = 0.0
+    groups: Sequence[Group], advantage: AdvantageConfig, *, untrained_share: float = 0.0
 ) -> Batch:
     """Episodes of the groups' conversations. A group whose advantages are all 0 teaches nothing by
     RL: only those of its tokens that echo are kept."""
@@ -36,7 +36,7 @@ def make_batch(
         if not group.scored:
             continue  # none of its rollouts came to anything
         if not group.recorded:
-            batch.unattributed += judge(group, advantage, holdout_share=holdout_share)
+            batch.unattributed += judge(group, advantage, untrained_share=untrained_share)
         rl = any(group.advantages)
         for conversation, scored, value in zip(
             group.conversations, group.scored, group.advantages, strict=True
@@ -57,7 +57,7 @@ def make_batch(
     return batch
 
 
-def judge(group: Group, advantage: AdvantageConfig, *, holdout_share: float) -> int:
+def judge(group: Group, advantage: AdvantageConfig, *, untrained_share: float) -> int:
     """Give the group its advantages, and its conversations their sequences; say which are held out.
 
     Returns how many turns could not be attributed. The rollout log keeps all of this, so that a
@@ -70,85 +70,8 @@ def judge(group: Group, advantage: AdvantageConfig, *, holdout_share: float) -> 
             group.task.config.echo, conversation.turns, conversation.rollout
         )
         unattributed += unknown
-        conversation.heldout = is_heldout(f"{group.id}/{conversation.number}", holdout_share)
+        conversation.heldout = is_heldout(f"{group.id}/{conversation.number}", untrained_share)
     return unattributed
-
-
-@dataclass(kw_only=True, slots=True)
-class BatchFilter:
-    """A function of your own that chooses what trains."""
-
-    name: str = ""
-    """`package.module:function` of a step's episodes that returns those to train on; empty: all."""
-    kwargs: dict[str, float | str] = field(default_factory=dict)
-    """Keyword arguments of the function."""
-
-    def __post_init__(self) -> None:
-        if self.name:
-            function: Callable = resolve(self.name, {}, what="batch filter")
-            takes = "a list of episodes"
-            check_arguments(self.name, function, self.kwargs, what="batch filter", takes=takes)
-
-    def try_out(self, tasks: Iterable[str]) -> None:
-        """Call it with a few made-up episodes of these tasks, so that a filter that cannot work is
-        refused before any process starts."""
-        try:
-            self(trial_episodes(tasks))
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{error} (on trial, with episodes that were made up)") from error
-
-    def __call__(self, episodes: list[Episode]) -> list[Episode]:
-        """The episodes that are kept; an error of the function, or in what it returns, names it.
-
-        Example:
-            BatchFilter(name="my_filters:only_short", kwargs={"tokens": 64})(episodes)
-        """
-        if not self.name or not episodes:
-            return episodes
-        function: Callable = resolve(self.name, {}, what="batch filter")
-        try:
-            kept = function(list(episodes), **self.kwargs)
-        except Exception as error:
-            said = describe_error(error, self.name.partition(":")[0])
-            raise ValueError(f"batch filter {self.name!r} raised {said}") from error
-        self._check(kept, episodes)
-        return kept
-
-    def _check(self, kept: Any, episodes: Sequence[Episode]) -> None:
-        """Each episode trains once or not at all."""
-        must = f"batch filter {self.name!r} must return a list of episodes that it was given"
-        if not isinstance(kept, list):
-            raise TypeError(f"{must}; got {type(kept).__name__}")
-        known, seen = {id(episode) for episode in episodes}, set()
-        for episode in kept:
-            if id(episode) not in known:
-                hint = ", a copy or one of its own" if isinstance(episode, Episode) else ""
-                raise TypeError(f"{must}; got one with {type(episode).__name__}{hint} in it")
-            if id(episode) in seen:
-                raise ValueError(f"{must}, each once; got {episode.name} twice")
-            seen.add(id(episode))
-
-
-def trial_episodes(tasks: Iterable[str]) -> list[Episode]:
-    """Of each task two groups of two samples, one right and one wrong."""
-    return [
-        Episode(
-            name=f"{task}/train/{group}/{sample}/0",
-            policy_version=0,
-            prompt_token_ids=[1, 2],
-            token_ids=[3, 4, 5],
-            token_logprobs=[-0.5, -1.0, -0.1],
-            token_versions=[0, 0, 0],
-            reward=float(sample),
-            advantage=sample - 0.5,
-            task=task,
-            group_id=f"{task}/train/{group}",
-            loss_mask=[False, False, True, True, True],
-        )
-        for task in tasks
-        for group in range(2)
-        for sample in range(2)
-    ]
 
 
 def echoing_sequences(

@@ -9,6 +9,7 @@ from typing import Any
 
 from torchtitan_rl.actors.environment import Request, Response
 from torchtitan_rl.actors.grader import RewardError, Ungraded, pair
+from torchtitan_rl.config.rollout import RolloutConfig
 from torchtitan_rl.config.sampling import SamplingConfig
 from torchtitan_rl.core.types import Completion, Message, Rollout, ScoredCompletion, Status
 from torchtitan_rl.rollout.renderer import ChatRenderer
@@ -23,36 +24,6 @@ SampleCall = Callable[
 `Generators.sample`."""
 RespondCall = Callable[[list[Request]], Awaitable[list[Response]]]
 """`Environment.respond`."""
-
-
-@dataclass(kw_only=True, slots=True)
-class RolloutConfig:
-    """Limits of one rollout; one that reaches a limit ends with a status, and is graded."""
-
-    max_turns: int = 8
-    """Most turns of the model."""
-    max_tokens: int = 0
-    """Most tokens of a conversation, prompt included; 0: generator.engine.max_model_len."""
-    max_seconds: float = 600.0
-    """Longest a conversation may last; looked at between turns, and a tool gets no longer."""
-    timeout_seconds: float = 1200.0
-    """Longest a group may take, graded and all, where groups run ahead of their step."""
-    oversample: int = 0
-    """Groups a step runs beyond those it needs; the slowest are cancelled when it has enough."""
-    max_groups_per_step: int = 0
-    """Sample on until prompts_per_step groups have an advantage that is not 0, or so many were
-    tried; 0: train on whatever comes."""
-    holdout_share: float = 0.0
-    """Share of the rollouts, by the hash of their names, that is measured and never trained on."""
-
-    def __post_init__(self) -> None:
-        if self.max_turns < 1 or self.max_tokens < 0 or not self.max_seconds > 0:
-            raise ValueError(
-                "rollout.max_turns must be at least 1, rollout.max_tokens 0 (as many as the model "
-                "allows) or more, and rollout.max_seconds positive"
-            )
-        if not 0 <= self.holdout_share < 1:
-            raise ValueError(f"rollout.holdout_share must be in [0, 1); got {self.holdout_share}")
 
 
 @dataclass(frozen=True, slots=True)

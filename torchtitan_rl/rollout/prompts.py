@@ -3,8 +3,9 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from torchtitan_rl.config.rollout import RolloutConfig
 from torchtitan_rl.config.run import RunConfig
-from torchtitan_rl.rollout.loop import Group, RolloutConfig
+from torchtitan_rl.rollout.loop import Group
 from torchtitan_rl.rollout.renderer import ChatRenderer
 from torchtitan_rl.rollout.stream_plan import index_name
 from torchtitan_rl.tasks.task import Example, Task

@@ -12,6 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from torchtitan_rl.algorithms.objective import episode_needs
 from torchtitan_rl.batching.validation import require, validate
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.core.experts import Experts, expert_dtype
@@ -35,7 +36,7 @@ def open_dump(
 ) -> "RolloutDump | None":
     """The dump that a run is to train from, checked; None if it makes its own rollouts. `hf` is
     the model's config.json."""
-    if not config.train_from:
+    if not config.rollout.train_from:
         return None
     size, experts = hf["vocab_size"], experts_of(hf)
     dump = RolloutDump(config, tasks, renderer, vocab_size=size, experts=experts)
@@ -44,7 +45,7 @@ def open_dump(
 
 
 class RolloutDump:
-    """The rollouts of `config.train_from`, step by step.
+    """The rollouts of `config.rollout.train_from`, step by step.
 
     Example:
         dump = RolloutDump(config, tasks, renderer, vocab_size=260, experts=None)
@@ -63,7 +64,7 @@ class RolloutDump:
     ) -> None:
         self._config, self._tasks, self._renderer = config, tasks, renderer
         self._vocab_size, self._experts = vocab_size, experts
-        self._folder = Path(config.train_from) / "rollouts"
+        self._folder = Path(config.rollout.train_from) / "rollouts"
 
     def file(self, step: int) -> Path:
         return self._folder / file_name(step)
@@ -73,19 +74,19 @@ class RolloutDump:
         missing = [step for step in range(self._config.steps) if not self.file(step).is_file()]
         if len(missing) == self._config.steps:
             raise ValueError(
-                f"train_from: there are no rollouts of a run in {self._folder}: give the folder of "
-                "a run (outputs/<run>) that has saved them"
+                f"rollout.train_from: there are no rollouts of a run in {self._folder}: give the "
+                "folder of a run (outputs/<run>) that has saved them"
             )
         if missing:
             raise ValueError(
-                f"train_from: {self.file(missing[0])} is missing: set steps to {missing[0]}, or "
-                "give the folder of a longer run"
+                f"rollout.train_from: {self.file(missing[0])} is missing: set steps to "
+                f"{missing[0]}, or give the folder of a longer run"
             )
         for step in range(self._config.steps):
             _check_end(self.file(step))
         episodes = make_batch(self.groups(0), self._config.advantage).episodes
         validate(episodes, vocab_size=self._vocab_size, experts=self._experts)
-        needs = self._config.needs()
+        needs = episode_needs(self._config)
         needs.pop("ref_logprobs", None)  # of the reference, which this run asks itself
         require(episodes, needs)
 
@@ -120,7 +121,7 @@ class RolloutDump:
         if (largest := max(sequence.ids)) >= self._vocab_size:
             raise ValueError(
                 f"token id {largest} lies outside 0..{self._vocab_size - 1}: the model of "
-                "this run has another vocabulary than that of train_from"
+                "this run has another vocabulary than that of rollout.train_from"
             )
         return sequence
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from torchtitan_rl.algorithms.echo import Attribution, EchoConfig, checked_mask, echo_alphas
+from torchtitan_rl.algorithms.echo import Attribution, checked_mask, echo_alphas
+from torchtitan_rl.config import EchoConfig
 
 SAMPLED = Attribution("assistant", content=True, sampled=True)
 """Of every token of the model's own."""

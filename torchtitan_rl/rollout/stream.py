@@ -27,16 +27,9 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Generic, get_args
 
+from torchtitan_rl.config.stream import StreamConfig
 from torchtitan_rl.core.errors import describe_error
-from torchtitan_rl.rollout.stream_plan import (
-    Kind,
-    Plan,
-    Running,
-    StreamConfig,
-    Untrained,
-    Work,
-    index_name,
-)
+from torchtitan_rl.rollout.stream_plan import Kind, Plan, Running, Untrained, Work, index_name
 
 
 class RolloutStream(Generic[Work]):

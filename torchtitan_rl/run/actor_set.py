@@ -7,6 +7,7 @@ from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.core.waiting import together
 from torchtitan_rl.observability.run_folder import RunFolder
 from torchtitan_rl.observability.timeline import Timeline
+from torchtitan_rl.run.starting_model import model_folder
 from torchtitan_rl.supervision.environments import Environments
 from torchtitan_rl.supervision.generators import Generators
 from torchtitan_rl.supervision.graders import Graders
@@ -48,17 +49,17 @@ class ActorSet:
         timeline: Timeline | None = None,
     ) -> None:
         self._config, self._folder = config, folder
-        self._model = str(config.model_folder)
+        self._model = str(model_folder(config))
         self._trainers: list[Spawned] = []
-        deadline = config.deadline_seconds
+        deadline = config.supervision.deadline_seconds
         self.generators = Generators(
             self._spawn_generator,
-            config.generator_replicas,
+            config.generator.replicas,
             deadline_seconds=deadline,
             timeline=timeline,
         )
         self.graders = Graders(self._spawn_grader, deadline_seconds=deadline, timeline=timeline)
-        if interactive and not config.train_from:
+        if interactive and not config.rollout.train_from:
             self.environments = Environments(
                 self._spawn_environment, deadline_seconds=deadline, timeline=timeline
             )
@@ -70,7 +71,7 @@ class ActorSet:
     async def start(self) -> None:
         """Spawn them all; each is ready when this returns."""
         starting = [self._start_trainer()]
-        if not self._config.train_from:
+        if not self._config.rollout.train_from:
             starting += [self.generators.start(), self.graders.start()]
         if self.environments:
             starting.append(self.environments.start())
@@ -136,18 +137,20 @@ class ActorSet:
 
     async def _spawn_grader(self, _number: int) -> Spawned:
         config, log_file = self._config, self._folder.log_file("grader")
-        return await spawn_grader(config.grader, config.task, seed=config.seed, log_file=log_file)
+        return await spawn_grader(
+            config.rollout.grader, config.task, seed=config.seed, log_file=log_file
+        )
 
     async def _spawn_environment(self, _number: int) -> Spawned:
         config, log_file = self._config, self._folder.log_file("environment")
         return await spawn_environment(
-            config.environment, config.task, seed=config.seed, log_file=log_file
+            config.rollout.environment, config.task, seed=config.seed, log_file=log_file
         )
 
     async def _spawn_reference(self, _number: int) -> Spawned:
         config = self._config
         return await spawn_reference(
-            config.reference,
+            config.trainer.reference,
             model=self._model,
             gpus=config.gpus[2],
             log_file=self._folder.log_file("reference"),

@@ -9,18 +9,19 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from torchtitan_rl.actors.environment import Request, Response
 from torchtitan_rl.algorithms.advantage import group_advantages
+from torchtitan_rl.algorithms.objective import episode_needs
 from torchtitan_rl.batching.grid import Grid, grid_metrics, make_grid, split_groups
 from torchtitan_rl.batching.overlong import limit_length
 from torchtitan_rl.batching.reduction import weigh
 from torchtitan_rl.batching.validation import require, validate
+from torchtitan_rl.config.resume import fixed_settings
 from torchtitan_rl.config.run import RunConfig
-from torchtitan_rl.core.configurable import Configurable
 from torchtitan_rl.core.metrics import flatten, merge_metrics
 from torchtitan_rl.core.types import Episode
 from torchtitan_rl.core.waiting import Clock, Interrupted, interruptible
@@ -35,8 +36,8 @@ from torchtitan_rl.observability.console import (
 from torchtitan_rl.observability.run_folder import RunFolder
 from torchtitan_rl.observability.sinks import open_metrics_log
 from torchtitan_rl.observability.timeline import Timeline
-from torchtitan_rl.platform import check_gpus
 from torchtitan_rl.platform.garbage import collect_garbage_rarely
+from torchtitan_rl.rollout.batch_filter import BatchFilter
 from torchtitan_rl.rollout.episodes import make_batch
 from torchtitan_rl.rollout.failures import Failures
 from torchtitan_rl.rollout.log import RolloutLog
@@ -47,7 +48,9 @@ from torchtitan_rl.rollout.renderer import ChatRenderer
 from torchtitan_rl.rollout.replay import open_dump
 from torchtitan_rl.rollout.stream import RolloutStream
 from torchtitan_rl.run.actor_set import ActorSet
+from torchtitan_rl.run.checks import check_code, check_machine, checked_model, resolved
 from torchtitan_rl.run.progress_guard import Health
+from torchtitan_rl.run.starting_model import model_folder
 from torchtitan_rl.run.sync import WeightSync
 from torchtitan_rl.supervision.calls import call_with_deadline
 from torchtitan_rl.supervision.spawn import per_rank, start_monarch
@@ -56,7 +59,7 @@ from torchtitan_rl.tasks.task import Task
 Result = TypeVar("Result")
 
 
-class Controller(Configurable):
+class Controller:
     """Owns the actors and runs the steps.
 
     Example:
@@ -64,30 +67,30 @@ class Controller(Configurable):
             await controller.run()
     """
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(RunConfig):
-        """What can be set: see config.py."""
+    Config: TypeAlias = RunConfig
 
-    config: Config
-
-    def __init__(self, config: Config) -> None:
-        config = self.config = config.resolved()
+    def __init__(self, config: RunConfig) -> None:
+        check_code(config)
+        config = self.config = resolved(config)
         if not config.run_name:
             raise ValueError("run_name is empty: name the folder of the run under output_dir")
-        check_gpus(sum(map(len, config.gpus)))
-        config.trainer.weight_sync.check_folder()
-        hf_config = config.checked_model()
-        self.needs = config.needs()
+        check_machine(config)
+        hf_config = checked_model(config)
+        self.needs = episode_needs(config)
         self.vocab_size: int = hf_config["vocab_size"]
         self.hidden_size: int = hf_config["hidden_size"]
         self.experts = experts_of(hf_config)
         self.folder = RunFolder(Path(config.output_dir) / config.run_name, resume=config.resume)
         self.task: Task = config.task.build(seed=config.seed)
         self.tasks = self.task.members()
-        config.batch_filter.try_out(self.tasks)
+        self.batch_filter = BatchFilter(config.trainer.batch_filter)
+        self.batch_filter.try_out(self.tasks)
         self.interactive = [name for name, task in self.tasks.items() if task.interactive]
-        self.longest = max(config.most_sampled_tokens(task) for task in self.tasks.values())
-        self.renderer = ChatRenderer(config.model_folder, thinking=config.thinking)
+        self.longest = max(
+            config.most_sampled_tokens(task.config, interactive=task.interactive)
+            for task in self.tasks.values()
+        )
+        self.renderer = ChatRenderer(model_folder(config), thinking=config.rollout.thinking)
         for task in self.tasks.values():
             task.check()
             if task.tools:
@@ -95,7 +98,7 @@ class Controller(Configurable):
         self.groups = PromptGroups(config, self.tasks, self.renderer)
         self.heldout = self.groups.heldout(self.task, config.evaluation.prompts)
         self.dump = open_dump(config, self.tasks, self.renderer, hf_config)
-        self.timeline = Timeline(self.folder.timeline if config.save_timeline else None)
+        self.timeline = Timeline(self.folder.timeline if config.log.timeline else None)
         self.actors = ActorSet(
             config, self.folder, interactive=bool(self.interactive), timeline=self.timeline
         )
@@ -103,9 +106,9 @@ class Controller(Configurable):
         self.sync = WeightSync(config, self.actors, self.call, self.measure, probe)
         self.steps_done = 0
         self.policy_version = 0
-        self.rollout_log = RolloutLog(self.folder.rollouts if config.save_rollouts else None)
+        self.rollout_log = RolloutLog(self.folder.rollouts if config.log.rollouts else None)
         self.stream: RolloutStream[Group] | None = None
-        self.health = Health(config.most_untrainable_steps)
+        self.health = Health(config.supervision.most_untrainable_steps)
         self.failures = Failures(self.folder, list(self.tasks))
         self.interrupted = asyncio.Event()
 
@@ -150,13 +153,14 @@ class Controller(Configurable):
         started = time.perf_counter()
 
         groups = await interruptible(stop, self.rollouts(step, clock))
-        batch = make_batch(groups, config.advantage, holdout_share=config.rollout.holdout_share)
+        share = config.rollout.untrained_share
+        batch = make_batch(groups, config.advantage, untrained_share=share)
         dropped = self.take_dropped()
         # Before anything that may fail: then they are what one wants to look at.
         await self.save_rollouts(step, groups + dropped)
         self.health.check_rollouts(groups)
         budget, overlong = config.trainer.tokens_per_microbatch, config.trainer.overlong
-        chosen = config.batch_filter(batch.episodes)
+        chosen = self.batch_filter(batch.episodes)
         episodes, training = limit_length(chosen, budget, overlong)
         training["episodes_filtered"] = len(batch.episodes) - len(chosen)
         if batch.unattributed:
@@ -321,7 +325,7 @@ class Controller(Configurable):
     async def add_ref_logprobs(self, episodes: list[Episode]) -> list[Episode]:
         """The episodes with the logprobs of their tokens under the frozen reference model."""
         assert self.actors.references is not None
-        parallelism = self.config.reference.parallelism
+        parallelism = self.config.trainer.reference.parallelism
         grid = self.grid(episodes, parallelism.dp_degree)
         ranks = await self.actors.references.logprobs(grid, step=self.steps_done)
         # Ranks that share each layer give the same answer; the first of them is enough.
@@ -350,7 +354,7 @@ class Controller(Configurable):
 
     async def call(self, who: str, what: str, reply: Awaitable[Result]) -> Result:
         """Wait for an actor: not for ever, and to be seen in the timeline."""
-        deadline = self.config.deadline_seconds
+        deadline = self.config.supervision.deadline_seconds
         with self.timeline.span(who, what, step=self.steps_done):
             return await call_with_deadline(
                 f"the {who} to {what}", reply, deadline_seconds=deadline
@@ -360,8 +364,10 @@ class Controller(Configurable):
 
     async def __aenter__(self) -> "Controller":
         """Write the config, spawn the actors side by side, and give the generator the weights."""
-        model = self.config.model_folder
-        for change in self.folder.create(self.config.to_dict(), model=model):
+        config = self.config
+        for change in self.folder.create(
+            config.to_dict(), fixed=fixed_settings(config), model=model_folder(config)
+        ):
             console.print(f"changed since the run started: {change}", markup=False)
         start_monarch(self.folder.log_file("monarch"))
         try:

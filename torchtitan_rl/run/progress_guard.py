@@ -54,6 +54,6 @@ class Health:
             return
         raise RuntimeError(
             f"{self._untrainable} steps in a row had {said}. Look at the prompts, the reward "
-            "function, generator.sampling.max_tokens, batch_filter and the overlong/ counts in the "
-            "metrics"
+            "function, generator.sampling.max_tokens, trainer.batch_filter and the overlong/ "
+            "counts in the metrics"
         )

@@ -46,7 +46,7 @@ class WeightSync:
         self._config, self._actors, self._call = config, actors, call
         self._measure, self._probe = measure, probe
         # A check wants the trainer's weights to be those that were published.
-        self._waits = not config.max_offpolicy_steps or config.check_weights
+        self._waits = not config.max_offpolicy_steps or config.trainer.weight_sync.check
         self._transport: Transport | None = None
         self._task: asyncio.Task[None] | None = None
         self.version = 0
@@ -105,7 +105,7 @@ class WeightSync:
         self.version = handle.version
         if handle.nbytes:
             self.metrics["sync/changed_share"] = handle.changed_bytes / handle.nbytes
-        if self._config.check_weights:
+        if self._config.trainer.weight_sync.check:
             self.metrics["sync/mismatch"] = await self._mismatch(TOLERANCE[dtype])
 
     async def _mismatch(self, most: float) -> float:
@@ -129,7 +129,8 @@ class WeightSync:
         worst = (await self._measure(episodes))["mismatch/all/max"]
         if worst > most:
             raise WrongWeightsError(
-                f"check_weights: after the sync of version {self.version} a generator's logprobs "
-                f"are off by {worst:.3g} from the trainer's; up to {most:g} would be rounding"
+                f"trainer.weight_sync.check: after the sync of version {self.version} a "
+                f"generator's logprobs are off by {worst:.3g} from the trainer's; up to {most:g} "
+                "would be rounding"
             )
         return worst

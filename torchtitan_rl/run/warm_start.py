@@ -6,131 +6,60 @@ to learn.
 """
 
 import fcntl
-import hashlib
-import inspect
-import json
 import random
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchtitan.components.optimizer import LRSchedulersContainer
-
-from torchtitan_rl.actors.environment import Environment
-from torchtitan_rl.actors.simulated import SimulatedTrainer
-from torchtitan_rl.actors.trainer import OptimizerConfig
-from torchtitan_rl.algorithms.advantage import AdvantageConfig
-from torchtitan_rl.algorithms.echo import EchoConfig, RoleEcho
-from torchtitan_rl.algorithms.objective import LossConfig
+from torchtitan_rl.config import (
+    AdvantageConfig,
+    EchoConfig,
+    LossConfig,
+    LRScheduleConfig,
+    OptimizerConfig,
+    RoleEcho,
+    RolloutConfig,
+    RunConfig,
+    SamplingConfig,
+    WarmStartConfig,
+)
 from torchtitan_rl.core.plugins import nearest
 from torchtitan_rl.core.types import Episode, Message
 from torchtitan_rl.core.waiting import Interrupted, interruptible
-from torchtitan_rl.engines.vllm.engine import SamplingConfig
-from torchtitan_rl.models.makers.tiny import tiny_config, write_tiny_model
+from torchtitan_rl.models.makers.tiny import write_tiny_model
 from torchtitan_rl.observability.console import StepProgress, console
 from torchtitan_rl.rollout.episodes import to_episodes
-from torchtitan_rl.rollout.loop import RolloutConfig
 from torchtitan_rl.rollout.renderer import ChatRenderer
 from torchtitan_rl.rollout.sequences import Turn, merge_turns, turn_alphas
+from torchtitan_rl.run.starting_model import model_folder
 from torchtitan_rl.tasks.task import Task
 
 if TYPE_CHECKING:
     from torchtitan_rl.run.controller import Controller
 
-
+StopSignals = Callable[["Controller"], AbstractContextManager[None]]
+"""Makes Ctrl-C stop a controller in order."""
 MOST_CHECKED = 100
 """Examples among which one of every task is looked for."""
 LEAST_ACCURACY = 0.1
 """Below this many groups have no sample to reward."""
 
 
-@dataclass(kw_only=True, slots=True)
-class WarmStartConfig:
-    """How the tiny starting model is made."""
-
-    steps: int = 450
-    """Supervised steps at the most; the learning rate falls to 0 over them."""
-    demonstrations_per_step: int = 32
-    """Demonstrations in one step."""
-    enough_accuracy: float = 0.5
-    """Stop once greedy held-out accuracy is at least this: more would leave RL little to do."""
-    evaluate_every: int = 25
-    """Steps between two looks at the accuracy."""
-    lr: float = 2e-3
-    """Learning rate after warm-up."""
-    warmup_steps: int = 20
-    """Steps in which the learning rate rises to `lr`."""
-    experts: int = 0
-    """Make it a mixture of so many experts, two for each token; 0 makes it dense."""
-    cache_dir: str = "outputs/models"
-    """Where starting models are kept."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.enough_accuracy <= 1:
-            raise ValueError(
-                f"warm_start.enough_accuracy must be in (0, 1]; got {self.enough_accuracy}"
-            )
-        if min(self.steps, self.demonstrations_per_step, self.evaluate_every) < 1:
-            raise ValueError("warm_start counts must be at least 1")
-        if self.experts < 0 or self.experts == 1:
-            raise ValueError(
-                f"warm_start.experts must be 0 (dense) or at least 2; got {self.experts}"
-            )
-
-    def folder(
-        self, task: Task.Config, *, seed: int, thinking: bool, stand_ins: Sequence[str] = ()
-    ) -> Path:
-        """Where the model of these settings lives: other settings, or a task whose code has
-        changed, another folder. `stand_ins` are actors in the places of the real ones: what these
-        make must not be taken for what a real trainer has learned."""
-        settings: dict[str, Any] = {
-            "warm_start": asdict(self),
-            "tasks": [_imitated(part) for part in task.parts()],
-            "weights": task.to_dict().get("weights"),
-            "code": [_source(type(part)._owner) for part in task.parts()],
-            "model": tiny_config(self.experts),
-            "thinking": thinking,
-            "seed": seed,
-        }
-        if stand_ins:
-            settings["stand_ins"] = list(stand_ins)
-        for name in ("cache_dir", "experts"):
-            settings["warm_start"].pop(name)
-        digest = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=4)
-        return Path(self.cache_dir) / f"tiny-{task.name}-seed{seed}-{digest.hexdigest()}"
-
-
-def _imitated(task: Task.Config) -> dict[str, Any]:
-    """A task's settings without those that imitation knows nothing of."""
-    settings = task.to_dict()
-    settings.pop("echo")
-    return settings
-
-
-def _source(owner: type | None) -> str:
-    """The code of a task and of what it builds on."""
-    classes = [c for c in (owner.__mro__ if owner else ()) if issubclass(c, Task) and c is not Task]
-    try:
-        return "".join(inspect.getsource(c) for c in classes)
-    except OSError:  # typed into a notebook or a console
-        return ""
-
-
-async def ensure_starting_model(config: "Controller.Config", stop_signals) -> None:
+async def ensure_starting_model(config: RunConfig, stop_signals: StopSignals) -> None:
     """Make the run's starting model if it has a warm start and the folder is not there yet."""
-    if config.warm_start is None or config.model or config.model_folder.exists():
+    if config.warm_start is None or config.model or model_folder(config).exists():
         return
     from torchtitan_rl.run.controller import Controller
 
-    folder = config.model_folder
+    folder = model_folder(config)
     console.print(f"making the starting model {folder.name} (kept for the next runs)")
     with work_folder(folder) as work:
         write_tiny_model(work / "random", seed=config.seed, experts=config.warm_start.experts)
-        if isinstance(config.trainer, SimulatedTrainer.Config):  # imitation would teach it nothing
+        if config.trainer.backend == "simulated":  # imitation would teach it nothing
             (work / "random").rename(folder)
             return
         controller = Controller(supervised(config, work))
@@ -166,7 +95,7 @@ def work_folder(folder: Path) -> Iterator[Path]:
                 shutil.rmtree(work, ignore_errors=True)
 
 
-def supervised(config: "Controller.Config", work: Path) -> "Controller.Config":
+def supervised(config: RunConfig, work: Path) -> RunConfig:
     """The run as one of imitation. What it does with samples and advantages has no part in it."""
     warm, sampling, engine = config.warm_start, config.generator.sampling, config.generator.engine
     assert warm is not None
@@ -175,9 +104,8 @@ def supervised(config: "Controller.Config", work: Path) -> "Controller.Config":
         model=str(work / "random"),
         task=config.task.without_echo(),
         # What may change between two attempts at one model must not stand in its way.
-        rollout=RolloutConfig(),
+        rollout=RolloutConfig(thinking=config.rollout.thinking, grader=config.rollout.grader),
         max_offpolicy_steps=0,
-        environment=Environment.Config(),
         steps=warm.steps,
         prompts_per_step=1,
         generator=replace(
@@ -186,8 +114,7 @@ def supervised(config: "Controller.Config", work: Path) -> "Controller.Config":
             engine=replace(engine, return_routed_experts=False),
         ),
         advantage=AdvantageConfig(name="reward"),
-        train_from="",
-        save_rollouts=False,
+        log=replace(config.log, rollouts=False),
         trainer=replace(
             config.trainer,
             export_tokens=False,
@@ -199,7 +126,7 @@ def supervised(config: "Controller.Config", work: Path) -> "Controller.Config":
                 config.trainer.tokens_per_microbatch, config.generator.engine.max_model_len
             ),
             optimizer=OptimizerConfig(lr=warm.lr, betas=(0.9, 0.99)),
-            lr_scheduler=LRSchedulersContainer.Config(warmup_steps=warm.warmup_steps),
+            lr_scheduler=LRScheduleConfig(warmup_steps=warm.warmup_steps),
         ),
         output_dir=str(work),
         run_name="run",

@@ -31,5 +31,5 @@ async def call_with_deadline(
         await cancel(task)
     raise DeadlineError(
         f"waited {deadline_seconds:.0f} s for {what}; look into the run's logs folder, or "
-        "raise deadline_seconds if it only needs longer"
+        "raise supervision.deadline_seconds if it only needs longer"
     )

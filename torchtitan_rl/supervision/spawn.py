@@ -21,16 +21,22 @@ import psutil
 from monarch.actor import Actor, default_bootstrap_cmd, shutdown_context, this_host
 from monarch.spmd import setup_torch_elastic_env_async
 
+from torchtitan_rl.actors.backends import generator_class, trainer_class
 from torchtitan_rl.actors.environment import Environment
-from torchtitan_rl.actors.generator import VLLMGenerator
 from torchtitan_rl.actors.grader import Grader
 from torchtitan_rl.actors.reference import Reference
-from torchtitan_rl.actors.trainer import Trainer
+from torchtitan_rl.config import (
+    EnvironmentConfig,
+    GeneratorConfig,
+    GraderConfig,
+    ReferenceConfig,
+    TaskConfig,
+    TrainerConfig,
+)
 from torchtitan_rl.observability.console import console
 from torchtitan_rl.platform import worker_env
 from torchtitan_rl.platform.worker_main import LOG_VARIABLE, PARENT_VARIABLE
 from torchtitan_rl.supervision.process_info import ProcessInfo
-from torchtitan_rl.tasks.task import Task
 from torchtitan_rl.weight_sync.file import JANITOR
 
 STOP_SECONDS = 0.5
@@ -83,7 +89,7 @@ class Spawned:
 
 
 async def spawn_generator(
-    config: VLLMGenerator.Config,
+    config: GeneratorConfig,
     *,
     model: str,
     seed: int,
@@ -93,8 +99,9 @@ async def spawn_generator(
     """A generator that has loaded the HF folder `model` and is ready to sample."""
     env = worker_env(config.threads, role="generator", gpus=gpus)
     generator = await spawn(
-        _actor_of(config, VLLMGenerator),
+        generator_class(config),
         config,
+        **dict[str, Any](config.kwargs),
         model=str(model),
         seed=seed,
         env=env,
@@ -104,7 +111,7 @@ async def spawn_generator(
 
 
 async def spawn_grader(
-    config: Grader.Config, task: Task.Config, *, seed: int = 0, log_file: str | None = None
+    config: GraderConfig, task: TaskConfig, *, seed: int = 0, log_file: str | None = None
 ) -> Spawned:
     """A grader with the task's reward function."""
     env = worker_env(1, role="grader")
@@ -113,7 +120,7 @@ async def spawn_grader(
 
 
 async def spawn_environment(
-    config: Environment.Config, task: Task.Config, *, seed: int = 0, log_file: str | None = None
+    config: EnvironmentConfig, task: TaskConfig, *, seed: int = 0, log_file: str | None = None
 ) -> Spawned:
     """An environment with the task's tools."""
     env = worker_env(1, role="environment")
@@ -122,7 +129,7 @@ async def spawn_environment(
 
 
 async def spawn_trainer(
-    config: Trainer.Config,
+    config: TrainerConfig,
     *,
     model: str,
     steps: int,
@@ -139,8 +146,9 @@ async def spawn_trainer(
     ranks = config.parallelism.world_size
     threads = config.threads or max(1, (os.cpu_count() or 1) // ranks)
     trainer = await spawn(
-        _actor_of(config, Trainer),
+        trainer_class(config),
         config,
+        **dict[str, Any](config.kwargs),
         model=str(model),
         steps=steps,
         checkpoint_folder=str(checkpoint_folder),
@@ -157,7 +165,7 @@ async def spawn_trainer(
 
 
 async def spawn_reference(
-    config: Reference.Config,
+    config: ReferenceConfig,
     *,
     model: str,
     gpus: Sequence[int] | None = None,
@@ -207,11 +215,6 @@ async def spawn(
     except BaseException:
         await _give_up(procs)
         raise
-
-
-def _actor_of(config: Any, default: type[Actor]) -> type[Actor]:
-    """The actor that a config is of; another one may stand in, such as a simulated one."""
-    return config._owner or default
 
 
 async def _give_up(procs: Any) -> None:

@@ -8,12 +8,12 @@ import hashlib
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
-from torchtitan_rl.algorithms.echo import EchoConfig
-from torchtitan_rl.config.sampling import SamplingConfig
+from torchtitan_rl.algorithms.echo import check_filter
+from torchtitan_rl.config.task import TaskConfig
 from torchtitan_rl.core.configurable import Configurable
 from torchtitan_rl.core.plugins import nearest
 from torchtitan_rl.core.types import Message, Rollout
@@ -51,23 +51,7 @@ class Task(Configurable, ABC):
     have seen.
     """
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(Configurable.Config):
-        name: str = "task"
-        """In metrics, logs and errors."""
-        sampling: SamplingConfig | None = None
-        """How this task's completions are sampled; None: as generator.sampling says."""
-        echo: EchoConfig | None = None
-        """Which tokens of its rollouts also train by cross-entropy; None: none."""
-        show_tools: bool = True
-        """Describe the tools in the prompt; a model that was taught them needs no description."""
-
-        def parts(self) -> "tuple[Task.Config, ...]":
-            """Of the tasks it is made of: itself, unless it is a mixture."""
-            return (self,)
-
-        def without_echo(self) -> "Task.Config":
-            return replace(self, echo=None)
+    Config: TypeAlias = TaskConfig
 
     config: Config
     group_scoring: ClassVar[bool] = False
@@ -149,6 +133,8 @@ class Task(Configurable, ABC):
 
     def check(self) -> None:
         """Refuse settings without effect, before any process starts."""
+        if self.config.echo:
+            check_filter(self.config.echo)
         echo = self.config.echo.tool if self.config.echo else None
         if echo and not self.tools:
             raise ValueError(f"echo.tool of task {self.name!r}: it has no tools")

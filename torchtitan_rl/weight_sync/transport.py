@@ -3,58 +3,37 @@
 import os
 import secrets
 import tempfile
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from torchtitan_rl.config.weight_sync import WeightSyncConfig
 from torchtitan_rl.weight_sync.handle import Transport
 from torchtitan_rl.weight_sync.snapshot import Publisher
 
 
-@dataclass(kw_only=True, slots=True)
-class WeightSyncConfig:
-    """How weights go from the trainer to the generators."""
+def check_folder(config: WeightSyncConfig) -> None:
+    """Raise ValueError if the `folder` of a config cannot be written to; leaves nothing behind. The
+    config itself does not look: it may be read where the run's file system is not."""
+    if not config.folder:
+        return
+    folder = Path(config.folder).absolute()
+    there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    try:
+        tempfile.TemporaryFile(dir=there).close()
+    except OSError as error:
+        raise ValueError(
+            f"trainer.weight_sync.folder is {config.folder!r}, but {there} cannot be written to "
+            f"({error.strerror}): name a folder that the trainer may make, on a file system "
+            "that all hosts share, or leave it empty for the run's own"
+        ) from error
 
-    transport: Literal["auto", "shm", "rdma", "file"] = "auto"
-    """`shm`: shared memory, on one host. `rdma`: memory that other hosts read, over TCP where there
-    is no such network card. `file`: safetensors files in `folder`. `auto`: `shm` on one host, else
-    `rdma`."""
-    folder: str = ""
-    """For `file` only: on a file system that all hosts share; empty: the run's own folder."""
-    checksums: Literal["auto", "on", "off"] = "auto"
-    """Have generators compare a checksum of every tensor before they load any. `auto`: not through
-    shared memory, which a lock keeps as it was published, nor of GPU memory, all of which would
-    have to be copied to compute one."""
 
-    def __post_init__(self) -> None:
-        if self.folder and self.transport != "file":
-            raise ValueError(
-                f"trainer.weight_sync.folder is {self.folder!r}, but trainer.weight_sync.transport "
-                f"is {self.transport}, which writes no files: set it to file, or leave the folder "
-                "empty"
-            )
-
-    def check_folder(self) -> None:
-        """Raise ValueError if `folder` cannot be written to. Not in `__post_init__`: a config may
-        be looked at where the run's file system is not. Leaves nothing behind."""
-        if not self.folder:
-            return
-        folder = Path(self.folder).absolute()
-        there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
-        try:
-            tempfile.TemporaryFile(dir=there).close()
-        except OSError as error:
-            raise ValueError(
-                f"trainer.weight_sync.folder is {self.folder!r}, but {there} cannot be written to "
-                f"({error.strerror}): name a folder that the trainer may make, on a file system "
-                "that all hosts share, or leave it empty for the run's own"
-            ) from error
-
-    def wants_checksums(self, transport: Transport, device: str) -> bool:
-        if self.checksums == "auto":
-            return transport == "file" or (transport == "rdma" and device == "cpu")
-        return self.checksums == "on"
+def wants_checksums(config: WeightSyncConfig, transport: Transport, device: str) -> bool:
+    """Whether a publisher computes a checksum of every tensor."""
+    if config.checksums == "auto":
+        return transport == "file" or (transport == "rdma" and device == "cpu")
+    return config.checksums == "on"
 
 
 def choose_transport(config: WeightSyncConfig, hosts: set[str]) -> tuple[Transport, str]:

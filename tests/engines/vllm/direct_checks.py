@@ -12,9 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.support import small_engine
+from torchtitan_rl.config import SamplingConfig
 from torchtitan_rl.engines.vllm import worker as vllm_worker
 from torchtitan_rl.engines.vllm.cpu.layers import flatten_layers
-from torchtitan_rl.engines.vllm.engine import Engine, SamplingConfig
+from torchtitan_rl.engines.vllm.engine import Engine
 from torchtitan_rl.weight_sync.handle import Shard, merge_handles, whole_tensors
 from torchtitan_rl.weight_sync.transport import make_publisher
 

@@ -5,7 +5,7 @@ import asyncio
 from contextlib import contextmanager, nullcontext
 from unittest.mock import patch
 
-from torchtitan_rl.config.sampling import SamplingConfig
+from torchtitan_rl.config import SamplingConfig
 from torchtitan_rl.core.types import Completion
 from torchtitan_rl.engines.vllm.cpu.prompt_sharing import PromptSharing
 from torchtitan_rl.engines.vllm.engine import Engine

@@ -21,7 +21,7 @@ from tests.support import episode
 from torchtitan_rl.actors.trainer import Trainer
 from torchtitan_rl.batching.grid import make_grid
 from torchtitan_rl.batching.microbatch import single
-from torchtitan_rl.config.parallelism import Parallelism
+from torchtitan_rl.config import Parallelism
 from torchtitan_rl.core.experts import expert_dtype
 from torchtitan_rl.core.metrics import flatten, merge_metrics
 from torchtitan_rl.engines.vllm.routing import ReturnedRouting

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.models.support import forward, titan_model
 from torchtitan_rl.actors.generator import VLLMGenerator
-from torchtitan_rl.engines.vllm.engine import EngineConfig, SamplingConfig
+from torchtitan_rl.config import EngineConfig, SamplingConfig
 from torchtitan_rl.models.makers.smollm2 import ANSWER, FOLDER, PARAMETERS, QUESTION, check_files
 from torchtitan_rl.rollout.renderer import ChatRenderer
 from torchtitan_rl.supervision.spawn import spawn_generator

@@ -4,16 +4,14 @@ import contextlib
 import multiprocessing
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torchtitan_rl.config.generator import EngineConfig
 from torchtitan_rl.engines.vllm.routing import engine_options
 from torchtitan_rl.platform import device_type, release_freed_memory, resolve_dtype
 
-if TYPE_CHECKING:
-    from torchtitan_rl.engines.vllm.engine import EngineConfig
 
-
-def build_llm_engine(model: str, config: "EngineConfig", tensor_parallel: int) -> Any:
+def build_llm_engine(model: str, config: EngineConfig, tensor_parallel: int) -> Any:
     """The bare vLLM engine, in this process, with the settings every run needs."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if device_type() == "cpu":

@@ -15,13 +15,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from torchtitan_rl.config.generator import EngineConfig
 from torchtitan_rl.config.sampling import SamplingConfig
 from torchtitan_rl.core.errors import ActorBrokenError
 from torchtitan_rl.core.types import Completion
 from torchtitan_rl.engines.vllm.build import build_llm_engine
 from torchtitan_rl.engines.vllm.routing import RoutingSource, make_routing_source
 from torchtitan_rl.models.hf import tensor_shapes
-from torchtitan_rl.platform import Dtype
 from torchtitan_rl.weight_sync.handle import WeightHandle
 from torchtitan_rl.weight_sync.reading import check_model
 
@@ -34,41 +34,6 @@ class PromptError(ValueError):
 
 class EngineDiedError(ActorBrokenError):
     """The engine failed in a step; every request in flight failed with it."""
-
-
-@dataclass(kw_only=True, slots=True)
-class EngineConfig:
-    """The engine's own settings."""
-
-    dtype: Dtype = "auto"
-    """`auto`: float32 on a CPU, bfloat16 on a GPU."""
-    max_model_len: int = 512
-    """Longest prompt + completion, in tokens."""
-    max_num_seqs: int = 256
-    """Most completions decoded side by side."""
-    max_num_batched_tokens: int = 8192
-    """Most tokens in one engine step; bounds how many prompts are prefilled together."""
-    block_size: int = 32
-    """Tokens per KV-cache block. What does not fill one is never prefix-cached; on a CPU, samples
-    of a prompt that start together share it all the same."""
-    kv_cache_gib: float = 0.5
-    """Memory of the KV cache."""
-    enforce_eager: bool = False
-    """Skip torch.compile and CUDA graphs. Always on for a CPU."""
-    drain: bool = False
-    """Finish requests in flight before new weights are served; else they go on with these."""
-    return_routed_experts: bool = False
-    """Return the experts each token went to, for router replay; mixtures of experts only."""
-
-    def __post_init__(self) -> None:
-        for name in ("max_model_len", "max_num_seqs", "block_size", "kv_cache_gib"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"engine.{name} must be positive; got {getattr(self, name)}")
-        if self.max_num_batched_tokens < self.max_model_len:
-            raise ValueError(
-                f"engine.max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
-                f"engine.max_model_len ({self.max_model_len})"
-            )
 
 
 def sample_seed(run_seed: int, group_id: str, sample: int) -> int:

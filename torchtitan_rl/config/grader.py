@@ -1,0 +1,15 @@
+"""The actor that calls the task's reward function."""
+
+from dataclasses import dataclass
+
+
+@dataclass(kw_only=True, slots=True)
+class GraderConfig:
+    """Calls the task's reward function."""
+
+    timeout_seconds: float = 60.0
+    """Longest a reward function may take for one group."""
+
+    def __post_init__(self) -> None:
+        if self.timeout_seconds <= 0:
+            raise ValueError("rollout.grader.timeout_seconds must be positive")

@@ -1,0 +1,24 @@
+"""What a run writes beside its metrics."""
+
+import importlib.util
+from dataclasses import dataclass
+
+
+@dataclass(kw_only=True, slots=True)
+class LogConfig:
+    """What a run writes to its folder beside metrics and checkpoints, and where else metrics go."""
+
+    rollouts: bool = True
+    """Write every rollout to the run's `rollouts` folder, a file per step."""
+    timeline: bool = True
+    """Write what was waited for, and when, to the run's `timeline.json`."""
+    wandb_project: str = ""
+    """Send the metrics to this project of Weights & Biases too, which must be installed; empty: do
+    not."""
+
+    def __post_init__(self) -> None:
+        if self.wandb_project and importlib.util.find_spec("wandb") is None:
+            raise ValueError(
+                f"log.wandb_project is {self.wandb_project!r}, but wandb is not installed: leave "
+                "it empty, or run python -m pip install wandb"
+            )

@@ -1,0 +1,37 @@
+"""How the tiny starting model is made."""
+
+from dataclasses import dataclass
+
+
+@dataclass(kw_only=True, slots=True)
+class WarmStartConfig:
+    """How the tiny starting model is made, by imitation of a task's demonstrations."""
+
+    steps: int = 450
+    """Supervised steps at the most; the learning rate falls to 0 over them."""
+    demonstrations_per_step: int = 32
+    """Demonstrations in one step."""
+    enough_accuracy: float = 0.5
+    """Stop once greedy held-out accuracy is at least this: more would leave RL little to do."""
+    evaluate_every: int = 25
+    """Steps between two looks at the accuracy."""
+    lr: float = 2e-3
+    """Learning rate after warm-up."""
+    warmup_steps: int = 20
+    """Steps in which the learning rate rises to `lr`."""
+    experts: int = 0
+    """Make it a mixture of so many experts, two for each token; 0 makes it dense."""
+    cache_dir: str = "outputs/models"
+    """Where starting models are kept."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.enough_accuracy <= 1:
+            raise ValueError(
+                f"warm_start.enough_accuracy must be in (0, 1]; got {self.enough_accuracy}"
+            )
+        if min(self.steps, self.demonstrations_per_step, self.evaluate_every) < 1:
+            raise ValueError("warm_start counts must be at least 1")
+        if self.experts < 0 or self.experts == 1:
+            raise ValueError(
+                f"warm_start.experts must be 0 (dense) or at least 2; got {self.experts}"
+            )

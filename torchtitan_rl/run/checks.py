@@ -1,0 +1,80 @@
+"""Checks of a config that need torch, the model folder or the user's own code: before any process
+starts. Those that need nothing but the settings are in config/run.py."""
+
+from dataclasses import replace
+from typing import Any
+
+from torchtitan_rl.actors.backends import check_backends
+from torchtitan_rl.algorithms.advantage import check_advantage
+from torchtitan_rl.algorithms.objective import check_loss, episode_needs
+from torchtitan_rl.config import RunConfig
+from torchtitan_rl.models.hf import check_experts, check_parallelism, read_hf_config
+from torchtitan_rl.platform import check_gpus, device_type
+from torchtitan_rl.run.starting_model import model_folder
+from torchtitan_rl.weight_sync.transport import check_folder
+
+
+def check_code(config: RunConfig) -> None:
+    """Refuse functions and classes of the user's own that cannot be imported or used."""
+    check_loss(config.trainer.loss)
+    check_advantage(config.advantage)
+    check_backends(config.generator, config.trainer)
+
+
+def check_machine(config: RunConfig) -> None:
+    """Refuse settings that this machine, its devices or its file system, cannot serve."""
+    check_gpus(sum(map(len, config.gpus)))
+    if config.trainer.share_prompts and device_type() != "cpu":
+        raise ValueError("trainer.share_prompts needs a CPU, as yet: switch it off")
+    check_folder(config.trainer.weight_sync)
+
+
+def checked_model(config: RunConfig) -> dict[str, Any]:
+    """The starting model's config.json, if the actors can run it as they are set up."""
+    hf_config = read_hf_config(model_folder(config))
+    for who, degree in (
+        ("trainer", config.trainer.parallelism.tensor_parallel_degree),
+        ("generator", config.generator.tensor_parallel_degree),
+        ("reference", config.trainer.reference.parallelism.tensor_parallel_degree),
+    ):
+        check_parallelism(hf_config, tensor_parallel=degree, who=who)
+    if config.generator.engine.return_routed_experts:
+        own = "generator.engine.return_routed_experts"
+        check_experts(hf_config, setting=episode_needs(config).get("routed_experts", own))
+    return hf_config
+
+
+def resolved(config: RunConfig) -> RunConfig:
+    """The config with everything switched on that a part of it needs; `notices` says so."""
+    sampling, engine = config.generator.sampling, config.generator.engine
+    needs = episode_needs(config)
+    if "generator_logprobs" in needs:
+        sampling = replace(sampling, logprobs=True)
+    if "routed_experts" in needs:
+        engine = replace(engine, return_routed_experts=True)
+    return replace(config, generator=replace(config.generator, sampling=sampling, engine=engine))
+
+
+def notices(config: RunConfig) -> list[str]:
+    """What the user should know about these settings before the run starts."""
+    found, needs, loss = config.trainer.loss.notices(), episode_needs(config), config.trainer.loss
+    if config.rollout.train_from:
+        return [
+            *found,
+            f"rollout.train_from {config.rollout.train_from}: its rollouts are trained as they "
+            "were recorded, with their advantages, echo weights and untrained share; nothing is "
+            "generated, graded or evaluated",
+        ]
+    if config.max_offpolicy_steps and "generator_logprobs" not in needs:
+        found.append(
+            "with max_offpolicy_steps, tokens of older weights are trained on, and "
+            f"{loss.name} counts them as new; trainer.loss.name dppo or "
+            "trainer.loss.correction.importance_weight token would not"
+        )
+    for name, on, what in (
+        ("generator_logprobs", config.generator.sampling.logprobs, "the generator's logprobs"),
+        ("routed_experts", config.generator.engine.return_routed_experts, "its experts"),
+    ):
+        if name in needs and not on:
+            found.append(f"{needs[name]} needs {what}: recording is switched on")
+    return found
