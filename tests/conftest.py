@@ -1,9 +1,15 @@
 """Fixtures that several modules share. Meshes and engines are made once per module."""
 
+import os
 import signal
 from pathlib import Path
 
 import pytest
+
+# Before torch is imported: with two threads each, the processes of `-n 2` have more threads than
+# cores, and OpenMP's wait for each other in loops (measured: a small forward pass takes 70 times as
+# long). Actors set their own number of threads.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from tests.models.support import noisy_copy
 from torchtitan_rl.models.makers.tiny import write_tiny_model
