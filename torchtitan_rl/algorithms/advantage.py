@@ -1,4 +1,4 @@
-"""Advantages: one prompt group in, a list of floats out, any group size from 1 up."""
+"""Advantages: functions from the samples of one prompt group to one float per sample."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,14 +14,14 @@ AdvantageFn = Callable[..., list[float]]
 
 
 def mean_baseline(group: Sequence[ScoredCompletion]) -> list[float]:
-    """r - mean(r), as in Dr.GRPO: dividing by the spread would favour too easy and too hard
-    prompts."""
+    """Advantage r - mean(r), as in Dr.GRPO: dividing by the spread would favour prompts that are
+    too easy or too hard."""
     rewards = _rewards(group)
     return (rewards - _mean(rewards)).tolist()
 
 
 def grpo(group: Sequence[ScoredCompletion]) -> list[float]:
-    """(r - mean) / (std + 1e-6), with the sample standard deviation; 0 for a group of one."""
+    """Advantage (r - mean) / (std + 1e-6), std of the sample; 0 for a group of one."""
     rewards = _rewards(group)
     if len(rewards) == 1:
         return [0.0]
@@ -29,7 +29,8 @@ def grpo(group: Sequence[ScoredCompletion]) -> list[float]:
 
 
 def rloo(group: Sequence[ScoredCompletion]) -> list[float]:
-    """Each sample against the mean of the others: (r - mean) n / (n - 1); 0 for a group of one."""
+    """Advantage over the mean of the other samples: (r - mean) n / (n - 1); 0 for a group of
+    one."""
     rewards = _rewards(group)
     n = len(rewards)
     if n == 1:
@@ -38,8 +39,8 @@ def rloo(group: Sequence[ScoredCompletion]) -> list[float]:
 
 
 def maxrl(group: Sequence[ScoredCompletion]) -> list[float]:
-    """(r - mean) / mean: the rarer success is, the more it counts. All 0 when the mean is not
-    positive."""
+    """Advantage (r - mean) / mean: the rarer success is, the more it counts. All 0 when the mean is
+    not positive."""
     rewards = _rewards(group)
     mean = _mean(rewards)
     if mean <= 0:
@@ -48,7 +49,7 @@ def maxrl(group: Sequence[ScoredCompletion]) -> list[float]:
 
 
 def reward(group: Sequence[ScoredCompletion]) -> list[float]:
-    """The reward itself, without a baseline."""
+    """Advantage r: the reward without a baseline."""
     return _rewards(group).tolist()
 
 
@@ -75,7 +76,8 @@ def length_penalty(group: Sequence[ScoredCompletion]) -> list[ScoredCompletion]:
 
 
 def _mean(rewards: torch.Tensor) -> torch.Tensor:
-    # Exact for equal rewards: their advantages are 0 and not 1e-17, and the group is dropped.
+    # Exact for equal rewards: their advantages must be 0 and not 1e-17, for the group to be
+    # dropped.
     return rewards[0] + (rewards - rewards[0]).mean()
 
 
@@ -141,7 +143,7 @@ def check_advantage(config: AdvantageConfig) -> None:
 
 
 def _trial_group() -> list[ScoredCompletion]:
-    """Two completions, right and wrong: a function of the user's is tried on them, before a run."""
+    """Two completions, one right and one wrong, on which a function of the user's is tried."""
 
     def scored(reward: float) -> ScoredCompletion:
         completion = Completion(

@@ -1,8 +1,8 @@
-"""Off-policy correction: what to do with tokens on which trainer and generator disagree.
+"""Off-policy correction: masks and weights for tokens on which trainer and generator disagree.
 
-The two compute the same policy with different kernels, and asynchronous runs sample with older
-weights. w = exp(o - g) says by how much, per token. Masks change what trains, never what the loss
-is divided by.
+Trainer and generator compute the same policy with different kernels, and asynchronous runs sample
+with older weights. w = exp(o - g) is the ratio of the two, per token. Masks change which tokens
+train, never the divisor of the loss.
 """
 
 from dataclasses import dataclass, field
@@ -16,18 +16,18 @@ from torchtitan_rl.core.metrics import Distribution, Mean, Metrics
 
 @dataclass(slots=True)
 class Corrected:
-    """What a correction makes of a microbatch; all tensors are [tokens]."""
+    """Result of a correction for one microbatch; all tensors are [tokens]."""
 
     weights: torch.Tensor
-    """What to multiply each token's loss by; 0 where a mask drops it."""
+    """Factor of each token's loss; 0 where a mask drops the token."""
     high: torch.Tensor
-    """Dropped, or capped, because a ratio is too high."""
+    """Tokens that are dropped, or capped, because a ratio is too high."""
     low: torch.Tensor
-    """Dropped because it is too low."""
+    """Tokens that are dropped because a ratio is too low."""
     metrics: Metrics = field(default_factory=dict)
 
     def drop(self, name: str, high: torch.Tensor, low: torch.Tensor) -> None:
-        """Leave out what a mask finds too high or too low."""
+        """Drop the tokens that a mask finds too high or too low."""
         outside = high | low
         dropped = ((self.weights > 0) & outside).sum().item()
         self.metrics[f"correction/{name}_share"] = Mean(dropped, float(outside.numel()))
@@ -41,11 +41,10 @@ def correction_weights(
     generator_logprobs: torch.Tensor,
     sequence_ids: torch.Tensor,
 ) -> Corrected:
-    """What to multiply each token's loss by, and what was done; all tensors are [tokens], and no
-    gradient passes.
+    """Factors for the loss of each token; all tensors are [tokens], without gradient.
 
-    Masks look at all tokens of a sequence, also at those that an earlier one has dropped; a share
-    in the metrics counts what a mask drops of what those before it have left.
+    Masks look at all tokens of a sequence, also at those that an earlier mask has dropped. A share
+    in the metrics counts the tokens that a mask drops and no earlier one has.
     """
     log_w = (old_logprobs - generator_logprobs).detach().float().clamp(-20.0, 20.0)
     w = log_w.exp()
@@ -76,6 +75,6 @@ def correction_weights(
 def _outside(
     config: CorrectionConfig, mask: str, w: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which values are too high and which too low for a mask that is on."""
+    """Whether each value is too high, and too low, for a mask that is on."""
     low, high = config.bounds(mask)
     return w > high, w < low

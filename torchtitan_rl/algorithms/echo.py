@@ -1,7 +1,7 @@
-"""Echo: cross-entropy on tokens that the policy did not sample, beside RL, from the same forward.
+"""Echo: which tokens train by cross-entropy, beside RL and from the same forward pass.
 
-In a rollout of several turns the environment's tokens teach the model how the environment answers.
-A token's weight is a stream of its own, `echo_alpha`; it never rides on the advantages.
+In a rollout of several turns, the model learns from the environment's tokens how the environment
+answers. The weight of a token is a stream of its own, `echo_alpha`, apart from the advantages.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,15 +14,15 @@ from torchtitan_rl.core.plugins import check_arguments, resolve
 
 @dataclass(frozen=True, slots=True)
 class Attribution:
-    """Where a token comes from, as the renderer knows it."""
+    """Origin of a token, from the renderer."""
 
     role: Role
     content: bool
-    """Of the message's own words, not of the chat's scaffolding."""
+    """Whether the token belongs to the message's content, not to the chat format."""
     tool_name: str | None = None
-    """Of a tool's answer."""
+    """Name of the tool whose result the token belongs to."""
     sampled: bool = False
-    """By the model, in this turn."""
+    """Whether the model sampled the token in this turn."""
 
 
 def echo_alphas(
@@ -30,9 +30,9 @@ def echo_alphas(
     attributions: Sequence[Attribution | None],
     allowed: Sequence[bool] | None = None,
 ) -> list[float | None]:
-    """The weight of each token of a rollout, None for those that do not echo.
+    """Echo weight of each token of a rollout; None for a token that does not echo.
 
-    `allowed`, of a filter, can only take tokens out. Token 0 has nothing to be predicted from.
+    A filter's `allowed` can only exclude tokens. Token 0 never echoes: nothing predicts it.
 
     Example:
         >>> tool = Attribution("tool", content=True, tool_name="calculator")
@@ -49,7 +49,7 @@ def _alpha(config: EchoConfig, token: Attribution | None) -> float | None:
     if token is None or not token.content:
         return None
     if token.role == "assistant" and not token.sampled:
-        return None  # what the model is shown of itself is not its sample
+        return None  # earlier messages of the model in a prompt are not its samples
     chosen: RoleEcho | None = getattr(config, token.role)
     if chosen is None:
         return None
@@ -68,7 +68,7 @@ def check_filter(config: EchoConfig) -> None:
 
 
 def call_filter(config: EchoConfig, rollout: object) -> object:
-    """What the filter says of a rollout; an error of its own names it."""
+    """Result of the echo filter for a rollout; an error names the filter."""
     function: Callable = resolve(config.filter, {}, what="echo filter")
     try:
         return function(rollout, **config.filter_kwargs)
@@ -78,7 +78,7 @@ def call_filter(config: EchoConfig, rollout: object) -> object:
 
 
 def checked_mask(name: str, mask: object, lengths: Sequence[int]) -> list[list[bool]]:
-    """What the filter `name` returned for turns of these many tokens, or an error that names it."""
+    """Mask that the echo filter `name` returned, checked against the turns' `lengths` in tokens."""
     if not isinstance(mask, list) or not all(isinstance(turn, list) for turn in mask):
         raise TypeError(f"echo filter {name!r} must return a list of lists of bools; got {mask!r}")
     if [len(turn) for turn in mask] != list(lengths):

@@ -1,4 +1,4 @@
-"""The loss of Echo; which tokens it is of, is said in echo.py, which needs no torch."""
+"""Loss of the tokens that echo; echo.py, which needs no torch, chooses them."""
 
 import torch
 
@@ -7,7 +7,7 @@ from torchtitan_rl.core.metrics import Distribution, Sum
 
 
 def echo_loss(logprobs: torch.Tensor, alphas: torch.Tensor | None) -> LossOutput:
-    """-Σ alpha·t over the tokens that echo; without any, 0 and no metric.
+    """Echo loss -Σ alpha·t over the tokens that echo; 0 without metrics if there are none.
 
     Example:
         >>> echo_loss(torch.tensor([-2.0]), torch.tensor([0.5])).loss_sum

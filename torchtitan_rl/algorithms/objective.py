@@ -1,4 +1,4 @@
-"""The whole loss of a microbatch: policy loss, off-policy correction and KL terms, by config."""
+"""The complete loss of a microbatch: policy loss, off-policy correction and KL terms."""
 
 from dataclasses import replace
 from functools import partial
@@ -58,9 +58,9 @@ def episode_needs(config: RunConfig) -> dict[str, str]:
 
 
 def objective(config: LossConfig, inputs: LossInputs) -> LossOutput:
-    """The sum over tokens of everything that is minimised, and the metrics of each term.
+    """Sum over tokens of all terms of the loss, and the metrics of each term.
 
-    The KL terms take every token, also those that a trust region or a correction leaves out.
+    The KL terms cover every token, also those that a trust region or a correction leaves out.
     """
     tokens = float(inputs.logprobs.numel())
     correction = _correction(config.correction, inputs)
@@ -105,8 +105,8 @@ def _either(left: torch.Tensor, right: torch.Tensor | None) -> torch.Tensor:
 
 
 def mismatch(inputs: LossInputs) -> dict[str, torch.Tensor]:
-    """How far trainer and generator are apart on each sampled token: |o - g|, which in a
-    synchronous run is what the kernels disagree by, and the KL estimate r - log r - 1."""
+    """Mismatch of trainer and generator on each sampled token: |o - g|, which in a synchronous run
+    is the difference of the kernels, and the KL estimate r - log r - 1."""
     generator = required(inputs.generator_logprobs, "mismatch")
     log_ratio = (inputs.logprobs.detach() - generator).clamp(-20.0, 20.0)
     return {

@@ -1,4 +1,4 @@
-"""Policy losses: per-token streams in, one sum out. The caller divides by the global count, once.
+"""Policy losses: functions from per-token tensors to one sum, which the caller divides by N once.
 
 Notation, per token: t = trainer logprob (with gradient), o = trainer logprob under the weights at
 the start of the step, g = generator logprob at sampling time, A = advantage; ρ = exp(t - o),
@@ -15,9 +15,9 @@ from torchtitan_rl.core.metrics import Mean, Metrics
 
 @dataclass(slots=True)
 class LossInputs:
-    """The tokens of one microbatch that reinforcement learning trains, flattened to [tokens], fp32.
+    """Tokens of one microbatch that train by RL, flattened to [tokens], fp32.
 
-    Padding and prompts are not in it, so nothing has to be masked. `total` sums a loss.
+    Padding and prompts are left out, so nothing has to be masked. `total` sums a loss.
     """
 
     logprobs: torch.Tensor
@@ -27,22 +27,22 @@ class LossInputs:
     advantages: torch.Tensor
     """A, constant"""
     weights: torch.Tensor
-    """What each token's loss is multiplied by: the reduction's share, times the correction's; 0 for
-    a token that a correction has masked."""
+    """Factor of each token's loss: the reduction's weight times the correction's; 0 for a token
+    that a correction has masked."""
     sequence_ids: torch.Tensor
-    """Which sequence of the microbatch a token belongs to, from 0 up: int64"""
+    """Number of the sequence that a token belongs to, from 0 up: int64"""
     generator_logprobs: torch.Tensor | None = None
-    """g, constant; None when nobody sampled these tokens (demonstrations)"""
+    """g, constant; None for tokens that were not sampled (demonstrations)"""
     ref_logprobs: torch.Tensor | None = None
     """logprob under the frozen reference model, constant; None without one"""
 
     def total(self, per_token: torch.Tensor) -> torch.Tensor:
-        """The weighted sum of a per-token loss: what a loss function returns as `loss_sum`."""
+        """Weighted sum of a per-token loss, which a loss function returns as `loss_sum`."""
         return (per_token * self.weights).sum()
 
 
 def sequence_sums(per_token: torch.Tensor, sequence_ids: torch.Tensor) -> torch.Tensor:
-    """Each token gets the sum over the tokens of its sequence.
+    """For each token, the sum over the tokens of its sequence.
 
     Example:
         >>> sequence_sums(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0, 0, 1]))
@@ -55,28 +55,30 @@ def sequence_sums(per_token: torch.Tensor, sequence_ids: torch.Tensor) -> torch.
 
 
 def sequence_means(per_token: torch.Tensor, sequence_ids: torch.Tensor) -> torch.Tensor:
-    """Each token gets the mean over the tokens of its sequence."""
+    """For each token, the mean over the tokens of its sequence."""
     counts = sequence_sums(torch.ones_like(per_token), sequence_ids)
     return sequence_sums(per_token, sequence_ids) / counts
 
 
 @dataclass(slots=True)
 class LossOutput:
+    """Result of a loss function for one microbatch."""
+
     loss_sum: torch.Tensor
     """Weighted sum over tokens, a scalar with gradient."""
     metrics: Metrics = field(default_factory=dict)
     high: torch.Tensor | None = None
-    """[tokens] which are clipped or left out because their ratio is too high; None: nobody knows.
-    This and the next are for the token export, and optional."""
+    """[tokens] whether a token is clipped or left out because its ratio is too high. Optional, as
+    `low` is; both are for the token export."""
     low: torch.Tensor | None = None
-    """[tokens] which are because it is too low."""
+    """[tokens] whether a token is clipped or left out because its ratio is too low."""
 
 
 LossFn = Callable[..., LossOutput]
 
 
 def clipped(inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2) -> LossOutput:
-    """-min(ρA, clip(ρ, 1-ε_low, 1+ε_high)·A): GRPO's loss.
+    """GRPO's loss: -min(ρA, clip(ρ, 1-ε_low, 1+ε_high)·A).
 
     Example:
         ρ = 1.5, A = 1: the loss is -1.2 and its gradient is 0; ρ = 1.5, A = -1: 1.5, not clipped.
@@ -87,19 +89,20 @@ def clipped(inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2
 def clip_higher(
     inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.28
 ) -> LossOutput:
-    """GRPO's loss with more room upwards, as in DAPO: unlikely tokens may still grow."""
+    """GRPO's loss with a higher upper limit, as in DAPO: unlikely tokens may still grow."""
     return clipped(inputs, clip_low=clip_low, clip_high=clip_high)
 
 
 def dual_clip(
     inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, c: float = 3.0
 ) -> LossOutput:
-    """The clipped loss, for A < 0 at most -c·A: a ratio that ran away cannot blow up the step."""
+    """GRPO's loss, at most -c·A where A < 0, so that an extreme ratio cannot dominate the step."""
     return _clip(inputs, _ratio(inputs), clip_low, clip_high, most=c)
 
 
 def gspo(inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2) -> LossOutput:
-    """The clipped loss with the sequence's ratio: exp(t - sg(t) + sg(mean of t - o)), at most 10.
+    """GSPO's loss: clipped, with the sequence's ratio exp(t - sg(t) + sg(mean of t - o)), at most
+    10.
 
     Every token of a sequence has the same ratio, and its own gradient.
     """
@@ -109,7 +112,7 @@ def gspo(inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2) -
 
 
 def cispo(inputs: LossInputs, *, clip_low: float = 1.0, clip_high: float = 4.0) -> LossOutput:
-    """-A·sg(clamp(ρ, 1-ε_low, 1+ε_high))·t: the weight is clipped, never the gradient."""
+    """CISPO's loss -A·sg(clamp(ρ, 1-ε_low, 1+ε_high))·t: clips the weight, never the gradient."""
     ratio = _ratio(inputs).detach()
     clamped = ratio.clamp(1 - clip_low, 1 + clip_high)
     loss = -inputs.advantages * clamped * inputs.logprobs
@@ -117,10 +120,10 @@ def cispo(inputs: LossInputs, *, clip_low: float = 1.0, clip_high: float = 4.0) 
 
 
 def dppo(inputs: LossInputs, *, delta_low: float = 0.2, delta_high: float = 0.2) -> LossOutput:
-    """-r·A, except where the trainer's *probability* has moved too far from the generator's in the
-    direction A pushes: there 0.
+    """DPPO's loss -r·A, but 0 where the trainer's *probability* has moved too far from the
+    generator's in the direction of A.
 
-    A trust region in probabilities leaves unlikely tokens free to move and holds likely ones.
+    A trust region in probabilities leaves unlikely tokens free to move and limits likely ones.
     """
     t, advantages = inputs.logprobs, inputs.advantages
     g = required(inputs.generator_logprobs, "dppo")
@@ -134,7 +137,7 @@ def dppo(inputs: LossInputs, *, delta_low: float = 0.2, delta_high: float = 0.2)
 def sapo(
     inputs: LossInputs, *, tau_positive: float = 1.0, tau_negative: float = 1.05
 ) -> LossOutput:
-    """-A·(4/τ)·σ(τ(ρ-1)): a soft gate in place of the clip; its slope at ρ = 1 is that of ρ."""
+    """SAPO's loss -A·(4/τ)·σ(τ(ρ-1)): a soft gate in place of the clip, with slope 1 at ρ = 1."""
     advantages = inputs.advantages
     tau = torch.where(advantages > 0, tau_positive, tau_negative)
     gate = torch.sigmoid(tau * (_ratio(inputs) - 1)) * 4 / tau
@@ -142,7 +145,7 @@ def sapo(
 
 
 def reinforce(inputs: LossInputs) -> LossOutput:
-    """-A·t: the plain policy gradient."""
+    """REINFORCE's loss -A·t: the plain policy gradient."""
     return LossOutput(inputs.total(-inputs.advantages * inputs.logprobs))
 
 
@@ -159,15 +162,15 @@ LOSSES: dict[str, LossFn] = {
 
 
 def required(logprobs: torch.Tensor | None, who: str) -> torch.Tensor:
-    """Logprobs that `who` needs; the driver has seen to it that they are there."""
+    """Logprobs that `who` needs; the controller has checked that episodes have them."""
     if logprobs is None:
         raise ValueError(f"{who} needs logprobs that these episodes do not have")
     return logprobs
 
 
 def ratio_of(log_ratio: torch.Tensor) -> torch.Tensor:
-    """exp, within e^±20: far outside every trust region, and never an infinity that becomes a NaN
-    times 0."""
+    """Ratio exp(log_ratio), within e^±20: outside of every trust region, and never infinite, which
+    times 0 would be NaN."""
     return log_ratio.clamp(-20.0, 20.0).exp()
 
 
@@ -197,7 +200,7 @@ def _clip(
 def _held(
     inputs: LossInputs, loss: torch.Tensor, *, high: torch.Tensor, low: torch.Tensor
 ) -> LossOutput:
-    """With the shares of tokens that a trust region holds: their ratio is too high or too low."""
+    """Output with the shares of tokens whose ratio a trust region finds too high or too low."""
     tokens = float(high.numel())
     shares: Metrics = {
         "loss/masked_high_share": Mean(high.sum().item(), tokens),

@@ -1,6 +1,6 @@
-"""Try a loss function of the user's on a few tokens and on none, before a rank does.
+"""Trial of a loss function of the user's on a few tokens and on none, before the trainer starts.
 
-A loss that breaks on a rank breaks inside a collective, where the others wait for it.
+A loss that fails on a rank fails inside a collective, where the other ranks wait for it.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,7 +13,8 @@ from torchtitan_rl.core.errors import raised_at
 
 
 def try_loss(name: str, loss: Callable[[LossInputs], LossOutput], *, has_reference: bool) -> None:
-    """Every way to get a loss function wrong has its own message."""
+    """Refuse a loss function that fails on trial tokens; each kind of mistake has its own
+    message."""
     who = f"loss {name!r}"
     for tokens in (3, 0):
         inputs = probe_inputs(tokens, has_reference=has_reference)
@@ -46,7 +47,7 @@ def try_loss(name: str, loss: Callable[[LossInputs], LossOutput], *, has_referen
 
 
 def needs_generator_logprobs(loss: Callable[[LossInputs], LossOutput]) -> bool:
-    """Whether a loss that works cannot do without the logprobs recorded at sampling time."""
+    """Whether a loss fails without the logprobs recorded at sampling time."""
     try:
         loss(replace(probe_inputs(3, has_reference=True), generator_logprobs=None))
     except Exception:
@@ -55,7 +56,7 @@ def needs_generator_logprobs(loss: Callable[[LossInputs], LossOutput]) -> bool:
 
 
 def probe_inputs(tokens: int, *, has_reference: bool) -> LossInputs:
-    """Tokens of two sequences, with advantages of either sign."""
+    """Trial inputs: tokens of two sequences, with advantages of either sign."""
     steps = torch.arange(tokens, dtype=torch.float32)
     return LossInputs(
         logprobs=(-0.5 - 0.1 * steps).requires_grad_(),
