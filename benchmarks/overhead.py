@@ -19,8 +19,8 @@ from torchtitan_rl.config import CheckpointConfig, EvaluationConfig, SamplingCon
 from torchtitan_rl.models.makers.tiny import write_tiny_model
 from torchtitan_rl.observability.sinks import read_metrics
 from torchtitan_rl.platform import worker_env
+from torchtitan_rl.run.launch import train
 from torchtitan_rl.supervision.spawn import end_all_processes, spawn
-from torchtitan_rl.train import train
 
 ROUNDS = 15
 PROMPTS, SAMPLES, NEW_TOKENS = 32, 8, 24

@@ -14,13 +14,14 @@ import pytest
 import torch
 
 from tests.pages import BLOCKS, PAGES, ROOT, TEXT, block, command, run_block
-from torchtitan_rl import train
 from torchtitan_rl.algorithms.objective import objective
 from torchtitan_rl.algorithms.policy_loss import LossInputs
+from torchtitan_rl.cli.train import parse
 from torchtitan_rl.config import LossConfig, WarmStartConfig
 from torchtitan_rl.core.types import Completion, Rollout
 from torchtitan_rl.observability.sinks import read_metrics
 from torchtitan_rl.recipes import registry as recipes
+from torchtitan_rl.run.launch import check
 
 RECIPES = recipes.built_in_recipes()
 
@@ -97,7 +98,7 @@ def test_the_task_with_a_tool_can_be_played(tmp_path, monkeypatch):
         output_dir=str(tmp_path),
         warm_start=WarmStartConfig(cache_dir=str(tmp_path)),
     )
-    train.check(config)  # the demonstration too
+    check(config)  # the demonstration too
 
 
 def test_the_mixture_can_be_made(monkeypatch):
@@ -119,7 +120,7 @@ def overridden() -> list[str]:
 @pytest.mark.parametrize("arguments", overridden())
 def test_the_commands_are_understood(arguments, monkeypatch):
     monkeypatch.chdir(ROOT)
-    assert train.parse(shlex.split(arguments)) is not None
+    assert parse(shlex.split(arguments)) is not None
 
 
 async def test_the_notebook_example_runs(tmp_path, monkeypatch, capsys):

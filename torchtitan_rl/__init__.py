@@ -1,32 +1,75 @@
 """Narrow actors for reinforcement learning of language models, PyTorch-native from end to end.
 
-torchtitan trains, vLLM generates, Monarch carries. Start reading at `controller.py`.
+torchtitan trains, vLLM generates, Monarch connects the processes. A run is one `Controller`; start
+reading at `run/controller.py`. The names below are imported when they are first used: `import
+torchtitan_rl` imports neither torch nor any other of these libraries.
 """
 
-import importlib.abc
-import os
-import sys
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
 
-# Read once when Monarch is imported: how soon a dead worker is noticed (10 s by default), and how
-# long a new one may take to show up (30 s by default, which a busy machine can miss; spawn.py tries
-# twice).
-os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY", "1s")
-os.environ.setdefault("HYPERACTOR_MESH_PROC_SPAWN_MAX_IDLE", "60s")
-os.environ.setdefault("HYPERACTOR_MESH_ACTOR_SPAWN_MAX_IDLE", "120s")
-
-
-class _AdaptTorchtitan(importlib.abc.MetaPathFinder):
-    """Adapts torchtitan to this machine just before it is imported, and not earlier: that imports
-    torch, which `torchtitan_rl.view` must not wait for."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
-        if name == "torchtitan":
-            from torchtitan_rl.platform import adapt_torchtitan
-
-            adapt_torchtitan()
-
-
-sys.meta_path.insert(0, _AdaptTorchtitan())
+if TYPE_CHECKING:
+    from torchtitan_rl.algorithms.policy_loss import LossInputs, LossOutput
+    from torchtitan_rl.config.generator import GeneratorConfig
+    from torchtitan_rl.config.run import RunConfig
+    from torchtitan_rl.config.sampling import SamplingConfig
+    from torchtitan_rl.config.trainer import TrainerConfig
+    from torchtitan_rl.core.errors import TorchtitanRLError
+    from torchtitan_rl.core.types import Completion, Episode, Rollout, ScoredCompletion
+    from torchtitan_rl.run.controller import Controller
+    from torchtitan_rl.tasks.task import Example, Reward, Task
+    from torchtitan_rl.tasks.tools.tool import tool
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "Completion",
+    "Controller",
+    "Episode",
+    "Example",
+    "GeneratorConfig",
+    "LossInputs",
+    "LossOutput",
+    "Reward",
+    "Rollout",
+    "RunConfig",
+    "SamplingConfig",
+    "ScoredCompletion",
+    "Task",
+    "TorchtitanRLError",
+    "TrainerConfig",
+    "tool",
+]
+
+_HOMES = {
+    "Completion": "core.types",
+    "Controller": "run.controller",
+    "Episode": "core.types",
+    "Example": "tasks.task",
+    "GeneratorConfig": "config.generator",
+    "LossInputs": "algorithms.policy_loss",
+    "LossOutput": "algorithms.policy_loss",
+    "Reward": "tasks.task",
+    "Rollout": "core.types",
+    "RunConfig": "config.run",
+    "SamplingConfig": "config.sampling",
+    "ScoredCompletion": "core.types",
+    "Task": "tasks.task",
+    "TorchtitanRLError": "core.errors",
+    "TrainerConfig": "config.trainer",
+    "tool": "tasks.tools.tool",
+}
+"""The module of each public name."""
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

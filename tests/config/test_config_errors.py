@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_rl import train
+from torchtitan_rl.cli import train
 from torchtitan_rl.observability.run_folder import RunFolderError
+from torchtitan_rl.run import launch
 from torchtitan_rl.run.checks import resolved
 from torchtitan_rl.run.warm_start import supervised
 
@@ -93,10 +94,10 @@ def folder(tmp_path, tiny_model, monkeypatch):
     shutil.copytree(tiny_model, tmp_path / "model")
     monkeypatch.delitem(sys.modules, "config_registry", raising=False)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if Path(path) != ROOT])
-    monkeypatch.setattr(train, "train", start)
+    monkeypatch.setattr(launch, "train", start)
     # It would end what other tests have started in this process.
-    monkeypatch.setattr(train, "end_all_processes", lambda: None)
-    monkeypatch.setattr(train, "adopt_orphans", lambda: None)
+    monkeypatch.setattr(launch, "end_all_processes", lambda: None)
+    monkeypatch.setattr(launch, "adopt_orphans", lambda: None)
     monkeypatch.chdir(tmp_path)
     yield tmp_path
     sys.modules.pop("config_registry", None)
@@ -361,7 +362,7 @@ def test_an_existing_run_is_seen_before_the_warm_start(folder):
     (folder / "outputs" / "old" / "config.json").write_text("{}")
     config = replace(train.parse(["--config", "warm"]), run_name="old")
     with pytest.raises(RunFolderError, match="already holds a run"):
-        train.check(config)
+        launch.check(config)
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchtitan_rl import train
 from torchtitan_rl.algorithms.policy_loss import LossInputs
+from torchtitan_rl.cli.train import parse
 from torchtitan_rl.core.types import Completion, Rollout
 from torchtitan_rl.observability.json_lines import read_lines
 from torchtitan_rl.observability.sinks import read_metrics
@@ -60,7 +60,7 @@ def trained(tiny_model, tmp_path_factory) -> tuple[list[dict[str, float]], list[
 @pytest.mark.parametrize("part", PARTS)
 def test_each_command_is_understood(part, monkeypatch):
     monkeypatch.chdir(ROOT)
-    assert train.parse(command(EXAMPLES / f"custom_{part}.py")[3:]) is not None
+    assert parse(command(EXAMPLES / f"custom_{part}.py")[3:]) is not None
 
 
 def test_the_task_is_trained_on(trained):

@@ -18,7 +18,7 @@ from torchtitan_rl.recipes.registry import (
     load_module,
     load_recipes,
 )
-from torchtitan_rl.train import check
+from torchtitan_rl.run.launch import check
 
 ROOT = Path(__file__).parents[2]
 

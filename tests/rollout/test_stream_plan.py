@@ -38,7 +38,7 @@ def test_every_index_has_a_short_name_of_its_own():
         ({"oversample": -1}, "oversample must not be negative"),
         ({"max_groups_per_step": 5, "oversample": 2}, r"\(5\) must be at least .*\(6\)"),
         ({"timeout_seconds": 0}, "must be positive"),
-        ({"timeout_seconds": 60, "deadline_seconds": 60}, "shorter than deadline_seconds"),
+        ({"timeout_seconds": 60, "deadline_seconds": 60}, "shorter than supervision.dead"),
     ],
 )
 def test_a_config_that_cannot_work_says_why(wrong, message):

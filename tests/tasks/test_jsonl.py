@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan_rl import train
+from torchtitan_rl.cli.train import parse
 from torchtitan_rl.core.types import Completion, Rollout
+from torchtitan_rl.run.launch import check
 from torchtitan_rl.tasks.answers import AnswerReward
 from torchtitan_rl.tasks.jsonl import Jsonl, shuffled
 from torchtitan_rl.tasks.mixture import Mixture
@@ -267,7 +268,7 @@ def test_a_recipe_with_overrides_is_checked_before_the_run(
     command = ["--config", "grpo_jsonl", "--module", str(ROOT / "config_registry.py")]
     command += ["--model", str(tiny_model), *arguments.split()]
     with pytest.raises((ValueError, SystemExit)) as error:
-        train.check(train.parse(command))
+        check(parse(command))
     shown = capsys.readouterr()  # where tyro says what it refuses
     assert re.search(said, re.sub(r"[│ ]+", " ", f"{error.value}{shown.out}{shown.err}"))
 
@@ -278,7 +279,7 @@ def test_a_run_of_a_small_file_says_once_that_its_evaluations_are(
 ):
     monkeypatch.chdir(tmp_path)
     command = f"--config grpo_jsonl --model {tiny_model} --task.path {file} {settings}"
-    train.check(train.parse(command.split()))
+    check(parse(command.split()))
     few = len(task(file).heldout_examples(50))
     note = f"note: evaluations are of {few} held-out prompts: task 'jsonl' has fewer than"
     assert capsys.readouterr().out.count(note) == told

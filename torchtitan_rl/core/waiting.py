@@ -7,10 +7,12 @@ from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
+from torchtitan_rl.core.errors import TorchtitanRLError
+
 Result = TypeVar("Result")
 
 
-class Interrupted(Exception):
+class Interrupted(TorchtitanRLError):
     """The user asked the run to stop."""
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from torchtitan_rl.core.errors import TorchtitanRLError
 from torchtitan_rl.core.experts import Experts
 
 COMPANION_FILES = (
@@ -76,7 +77,7 @@ def copy_companion_files(source: str | Path, target: str | Path) -> None:
             shutil.copy(file, Path(target) / name)
 
 
-class ModelFolderError(ValueError):
+class ModelFolderError(TorchtitanRLError, ValueError):
     """An HF folder cannot be used; the message names the folder and the fix."""
 
 

@@ -6,9 +6,6 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tensorboard.compat.proto.summary_pb2 import Summary
-from torch.utils.tensorboard import SummaryWriter
-
 from torchtitan_rl.observability.json_lines import encode
 
 if TYPE_CHECKING:
@@ -75,13 +72,19 @@ class TensorBoard:
     """Sink that writes TensorBoard event files."""
 
     def __init__(self, folder: Path, *, first_step: int) -> None:
+        # Here, because they import torch, which the command line must not wait for.
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._summary = Summary
         self._writer = SummaryWriter(str(folder), purge_step=first_step)
         self._events: Any = self._writer.file_writer
 
     def write(self, step: int, values: dict[str, float]) -> None:
         # One event for all: `add_scalar` makes one per metric, and blocks when there are many.
-        scalars = [Summary.Value(tag=name, simple_value=float(v)) for name, v in values.items()]
-        self._events.add_summary(Summary(value=scalars), step)
+        value = self._summary.Value
+        scalars = [value(tag=name, simple_value=float(v)) for name, v in values.items()]
+        self._events.add_summary(self._summary(value=scalars), step)
 
     def close(self) -> None:
         self._writer.close()

@@ -5,14 +5,15 @@ from collections.abc import Awaitable
 
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 
+from torchtitan_rl.core.errors import TorchtitanRLError
 from torchtitan_rl.core.waiting import Result, as_task, cancel
 
 
-class WorkerDiedError(RuntimeError):
+class WorkerDiedError(TorchtitanRLError, RuntimeError):
     """A process died while its answer was waited for."""
 
 
-class DeadlineError(TimeoutError):
+class DeadlineError(TorchtitanRLError, TimeoutError):
     """Nobody answered in time; not to be taken for a TimeoutError that an actor answers with."""
 
 

@@ -42,7 +42,7 @@ from torchtitan_rl.weight_sync.file import JANITOR
 STOP_SECONDS = 0.5
 """How long processes get to end by themselves."""
 START_SECONDS_VARIABLE = "HYPERACTOR_MESH_PROC_SPAWN_MAX_IDLE"
-"""How long Monarch waits for a new process to call back; see torchtitan_rl/__init__.py."""
+"""How long Monarch waits for a new process to call back; see platform/third_party.py."""
 REAP_SECONDS = 2.0
 """How long a killed process may take to give its memory back."""
 

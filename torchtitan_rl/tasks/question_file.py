@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from torchtitan_rl.core.errors import TorchtitanRLError
 from torchtitan_rl.core.plugins import nearest
 
 MOST_PROBLEMS = 10
@@ -14,7 +15,7 @@ MOST_PROBLEMS = 10
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
-class QuestionFileError(ValueError):
+class QuestionFileError(TorchtitanRLError, ValueError):
     """A file of questions cannot be used; the message names it, its bad lines and the fix."""
 
 

@@ -11,12 +11,13 @@ from torchtitan_rl.view.server import open_server
 from torchtitan_rl.view.viewer import Viewer
 
 DEFAULT_PORT = 8765
+PROGRAM = "python -m torchtitan_rl.view"
 
 
-def parser() -> argparse.ArgumentParser:
+def parser(prog: str = PROGRAM) -> argparse.ArgumentParser:
     """The command line of the viewer."""
     made = argparse.ArgumentParser(
-        prog="python -m torchtitan_rl.view",
+        prog=prog,
         description="Shows runs on a local page: curves, rollouts, tokens, the timeline. "
         "It follows a run that goes on.",
     )
@@ -43,9 +44,9 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, *, prog: str = PROGRAM) -> int:
     """Serve the page until Ctrl-C; returns the exit code."""
-    options = parser().parse_args(arguments)
+    options = parser(prog).parse_args(arguments)
     try:
         viewer = Viewer(options.folders)
     except NotARun as error:

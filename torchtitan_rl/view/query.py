@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchtitan_rl.core.errors import TorchtitanRLError
 from torchtitan_rl.view.columns import COLUMNS, text
 from torchtitan_rl.view.lines import parse
 
@@ -18,7 +19,7 @@ _EQUAL = ("task", "split", "status", "group")
 _RANGES = {"step": "INTEGER", "reward": "REAL"}
 
 
-class BadRequest(ValueError):
+class BadRequest(TorchtitanRLError, ValueError):
     """A request of the page is invalid; the message is shown to the user."""
 
 

@@ -3,8 +3,10 @@
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from torchtitan_rl.core.errors import TorchtitanRLError
 
-class NotARun(ValueError):
+
+class NotARun(TorchtitanRLError, ValueError):
     """A folder that holds no run."""
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torchtitan_rl.core.errors import TorchtitanRLError
 from torchtitan_rl.view import spans as timeline
 from torchtitan_rl.view.columns import number, text
 from torchtitan_rl.view.decode import Decoder
@@ -18,7 +19,7 @@ from torchtitan_rl.view.runs import NotARun, find_runs
 from torchtitan_rl.view.sequences import segments, token_columns
 
 
-class NotFound(LookupError):
+class NotFound(TorchtitanRLError, LookupError):
     """A run or a rollout does not exist, or not yet."""
 
 

@@ -4,3 +4,7 @@ Each rank publishes its shards (`snapshot.Publisher`) and gets a handle. The con
 ranks' handles and sends the result. A reader opens it (`reading.open_snapshot`) and gets whole
 tensors, one at a time. Transports differ only in where the bytes lie: `shm`, `rdma`, `file`.
 """
+
+from torchtitan_rl.platform.third_party import prepare
+
+prepare()

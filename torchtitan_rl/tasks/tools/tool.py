@@ -7,10 +7,12 @@ from typing import Any
 
 import pydantic
 
+from torchtitan_rl.core.errors import TorchtitanRLError
+
 _MARK = "__torchtitan_rl_tool__"
 
 
-class ArgumentsError(ValueError):
+class ArgumentsError(TorchtitanRLError, ValueError):
     """Arguments of a call do not fit the tool; the message is for the model."""
 
 

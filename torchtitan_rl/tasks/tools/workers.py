@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import cloudpickle
 
+from torchtitan_rl.core.errors import TorchtitanRLError
 from torchtitan_rl.tasks.task import Task
 from torchtitan_rl.tasks.tools.calls import LENGTH, MAX_RESULT_BYTES, Call, Offer, Result
 
@@ -25,7 +26,7 @@ MAX_OFFER_BYTES = 2**17
 """Largest pickle of all offers: room for more tools than any model could choose from."""
 
 
-class ProcessEndedError(RuntimeError):
+class ProcessEndedError(TorchtitanRLError, RuntimeError):
     """A worker process ended before its call did."""
 
 

@@ -20,6 +20,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
+from torchtitan_rl.core.errors import TorchtitanRLError
 from torchtitan_rl.engines.vllm.cpu.kernels import CpuRMSNorm
 from torchtitan_rl.weight_sync.handle import Shape
 
@@ -28,7 +29,7 @@ FUSED = (linear.MergedColumnParallelLinear, linear.QKVParallelLinear)
 UNQUANTIZED = (linear.UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 
 
-class NotPlainError(Exception):
+class NotPlainError(TorchtitanRLError):
     """Something in a model is not known here: vLLM has to load it."""
 
 

@@ -1,0 +1,63 @@
+"""Monarch and torchtitan are prepared before anything of this package imports them."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import torchtitan_rl
+
+PACKAGE = Path(torchtitan_rl.__file__).parent
+ENTRIES = {"platform"}
+"""Packages that import one only in processes whose environment has been prepared."""
+
+
+def test_every_package_that_imports_one_prepares_it_first():
+    importing = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            if any(name.partition(".")[0] in ("monarch", "torchtitan") for name in names):
+                importing.add(path.relative_to(PACKAGE).parts[0])
+    assert {"actors", "models", "supervision", "weight_sync"} <= importing
+    for package in importing - ENTRIES:
+        source = (PACKAGE / package / "__init__.py").read_text()
+        prepared = "\nprepare()\n" in source
+        above = package in ("run",)  # which cannot be imported without those below it
+        assert prepared or above, package
+
+
+@pytest.mark.parametrize(
+    "module", ["actors.trainer", "models.spec", "supervision.spawn", "run.controller"]
+)
+def test_torchtitan_is_adapted_and_monarch_set_up_whatever_comes_first(module):
+    code = f"""
+import os
+import torchtitan_rl.{module}
+from torchtitan.tools.utils import device_type
+from torchtitan_rl.platform import device_type as ours
+assert device_type == ours(), device_type
+assert os.environ["HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY"] == "1s"
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_torchtitan_that_was_imported_too_early_is_refused():
+    code = """
+import sys, types
+utils = types.ModuleType("torchtitan.tools.utils")
+utils.device_type = "cuda"
+sys.modules["torchtitan"], sys.modules["torchtitan.tools.utils"] = types.ModuleType("x"), utils
+import torchtitan_rl.models
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={"TORCHTITAN_RL_PLATFORM": "cpu"},
+    )
+    assert "import torchtitan_rl.models first" in run.stderr

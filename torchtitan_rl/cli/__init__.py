@@ -1,0 +1,1 @@
+"""The command `torchtitan-rl` and its subcommands; each imports only what it needs."""

@@ -1,0 +1,123 @@
+"""`torchtitan-rl train`: a recipe and overrides → a checked config → the run.
+
+torchtitan-rl train --list
+torchtitan-rl train --config grpo_sum_digits_tiny --generator.sampling.n 4 --steps 20
+
+What is wrong with the settings by themselves is said before torch is imported.
+"""
+
+import argparse
+import difflib
+import logging
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from torchtitan_rl.cli.recipes import print_recipes
+from torchtitan_rl.config import RunConfig
+from torchtitan_rl.config.renames import renamed_flag
+from torchtitan_rl.core.errors import TorchtitanRLError
+from torchtitan_rl.recipes import registry
+
+PROGRAM = "torchtitan-rl train"
+SILENT_SECONDS = 1.0
+"""How long importing torch, vLLM and Monarch may take before the console says so."""
+
+
+class CommandError(TorchtitanRLError, ValueError):
+    """A command line that cannot be understood; the message says what to write instead."""
+
+
+def main(argv: Sequence[str] | None = None, *, prog: str = PROGRAM) -> int:
+    """Train as the arguments say; returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    # The console is for the run; libraries may speak up when something is wrong.
+    logging.getLogger().setLevel(logging.ERROR)
+    try:
+        config = parse(arguments, prog=prog)
+    except ValueError as error:
+        from rich.markup import escape
+
+        from torchtitan_rl.observability.console import error_console
+
+        error_console.print(f"[bold red]error[/]: {escape(str(error))}")
+        return 2
+    if config is None:
+        return 0
+    with notice_after(SILENT_SECONDS, "loading torch and Monarch ..."):
+        from torchtitan_rl.run.launch import launch
+    return launch(config)
+
+
+def parse(arguments: Sequence[str], *, prog: str = PROGRAM) -> RunConfig | None:
+    """Arguments to a config, or None when they only asked for help or for the list of recipes."""
+    first = argparse.ArgumentParser(
+        prog=prog,
+        add_help=False,
+        allow_abbrev=False,
+        description="Train a model with a recipe.",
+        epilog=f"Every setting of a recipe can be changed: {prog} --config <recipe> --help",
+    )
+    first.add_argument("--config", metavar="RECIPE", help="the recipe to train")
+    first.add_argument(
+        "--module",
+        default=registry.DEFAULT_MODULE,
+        help="your own recipes: path/to/file.py or package.module (default: %(default)s)",
+    )
+    first.add_argument("--list", action="store_true", help="list the recipes")
+    chosen, overrides = first.parse_known_args(arguments)
+    if chosen.config is None and {"-h", "--help"} & set(overrides):
+        first.print_help()
+        return None
+    known = registry.load_recipes(chosen.module)
+    if chosen.list:
+        print_recipes(known)
+        return None
+    if chosen.config is None:
+        typo = difflib.get_close_matches("--config", overrides, n=1)
+        said = f" (is {typo[0]!r} meant to be it?)" if typo else ""
+        raise CommandError(
+            f"--config is missing{said}; recipes: {', '.join(known)} (--list says more)"
+        )
+    recipe = registry.build_recipe(chosen.config, known)
+    refuse_old_flags(overrides)
+    config = read_overrides(recipe, overrides, prog=f"{prog} --config {chosen.config}")
+    if not config.run_name:
+        config = replace(config, run_name=f"{chosen.config}-{time.strftime('%Y%m%d-%H%M%S')}")
+    return config
+
+
+def refuse_old_flags(overrides: Sequence[str]) -> None:
+    """Say the new name of a setting that has been renamed."""
+    for old, new in filter(None, map(renamed_flag, overrides)):
+        raise CommandError(f"{old} is now {new}")
+
+
+def read_overrides(recipe: RunConfig, overrides: Sequence[str], *, prog: str) -> RunConfig:
+    """The recipe with settings changed by command-line options; a bad one ends the process with a
+    message, as `--help` does."""
+    import tyro
+
+    return tyro.cli(
+        RunConfig,
+        prog=prog,
+        default=recipe,
+        args=overrides,
+        use_underscores=True,
+        config=(tyro.conf.AvoidSubcommands,),
+    )
+
+
+@contextmanager
+def notice_after(seconds: float, text: str) -> Iterator[None]:
+    """Print a line if the block takes longer than that."""
+    timer = threading.Timer(seconds, print, args=(text,), kwargs={"flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

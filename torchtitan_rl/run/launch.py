@@ -1,0 +1,170 @@
+"""From a config to a finished run: the checks before any process starts, signals, and the end."""
+
+import asyncio
+import signal
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from monarch.actor import ActorError
+from rich.markup import escape
+
+from torchtitan_rl.config import RunConfig
+from torchtitan_rl.config.resume import fixed_settings
+from torchtitan_rl.core.waiting import Interrupted
+from torchtitan_rl.models.makers import smollm2
+from torchtitan_rl.models.makers.tiny import write_tiny_model
+from torchtitan_rl.observability.console import console, error_console, print_summary
+from torchtitan_rl.observability.run_folder import RunFolder
+from torchtitan_rl.run.checks import notices, resolved
+from torchtitan_rl.run.controller import Controller
+from torchtitan_rl.run.starting_model import model_folder
+from torchtitan_rl.run.warm_start import check_demonstrations, ensure_starting_model
+from torchtitan_rl.supervision.spawn import adopt_orphans, end_all_processes
+
+GRACE_SECONDS = 1.5
+"""After Ctrl-C: time to finish the training step under way and to save."""
+
+
+def launch(config: RunConfig) -> int:
+    """Check a config, train, and end every process; returns the exit code of the command."""
+    try:
+        if not ensure_small_model(config):
+            return 2
+        check(config)
+        if finished(config):
+            return 0
+    except ValueError as error:
+        error_console.print(f"[bold red]error[/]: {escape(str(error))}")
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    folder = Path(config.output_dir) / config.run_name
+    adopt_orphans()
+    try:
+        asyncio.run(train(config))
+    except (Interrupted, KeyboardInterrupt, asyncio.CancelledError):
+        console.print(f"stopped; {how_to_go_on(folder)}", markup=False)
+        return 130
+    except Exception as error:
+        error_console.print(f"[bold red]the run failed[/]: {escape(describe(error))}")
+        if (folder / "logs").is_dir():
+            (folder / "logs" / "controller.log").write_text(traceback.format_exc())
+        error_console.print(f"logs: {folder}/logs; {how_to_go_on(folder)}", markup=False)
+        return 1
+    finally:
+        end_all_processes()
+    return 0
+
+
+def describe(error: BaseException) -> str:
+    """What went wrong, in words. The traceback, of an actor's error the actor's, is in the logs."""
+    if isinstance(error, ActorError):
+        return describe(error.exception)
+    return str(error) if isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"
+
+
+def how_to_go_on(folder: Path) -> str:
+    """What the user can do after a run that did not end by itself."""
+    if (folder / "config.json").exists():
+        return f"the same command with --run_name {folder.name} --resume continues"
+    return "the same command starts again: the run itself had not begun"
+
+
+def ensure_small_model(config: RunConfig) -> bool:
+    """The model that recipes for a laptop name is made when it is first asked for: by a task that
+    can be trained on, or 93 MB would be fetched before a bad line of its file is named. False: it
+    could not be made, which has been said."""
+    if Path(config.model) != Path(smollm2.FOLDER):
+        return True
+    for task in config.task.build(seed=config.seed).members().values():
+        task.check()
+    if not smollm2.why_to_make(Path(config.model)):
+        return True
+    # By a process of its own: this one would keep what it imports, 0.5 GB, for the whole run.
+    make = [sys.executable, "-m", "torchtitan_rl", "model", "--folder", config.model]
+    return subprocess.run(make).returncode == 0
+
+
+def check(config: RunConfig) -> None:
+    """Everything that can be found wrong, or worth a word, before a process starts."""
+    for notice in notices(config):
+        console.print(f"note: {notice}", markup=False)
+    with tempfile.TemporaryDirectory() as temporary:
+        trial = config
+        if not config.model and config.warm_start and not model_folder(config).exists():
+            # The model that the warm start will make has this shape.
+            stand_in = write_tiny_model(
+                Path(temporary) / "model",
+                seed=0,
+                weights=False,
+                experts=config.warm_start.experts,
+            )
+            trial = replace(config, model=str(stand_in))
+        controller = Controller(trial)
+        if trial is not config:
+            check_demonstrations(controller)
+    given, asked = len(controller.heldout), config.evaluation.prompts
+    if given < asked and not config.rollout.train_from:
+        console.print(
+            f"note: evaluations are of {given} held-out prompts: task {config.task.name!r} has "
+            f"fewer than evaluation.prompts ({asked})",
+            markup=False,
+        )
+    final = resolved(config)
+    controller.folder.changes(final.to_dict(), fixed=fixed_settings(final))
+
+
+def finished(config: RunConfig) -> bool:
+    """Whether a run that is to be resumed has nothing left to do; says so."""
+    if not config.resume:
+        return False
+    folder = RunFolder(Path(config.output_dir) / config.run_name, resume=True)
+    done = folder.latest_checkpoint() or 0
+    if done < config.steps or not folder.model.exists():
+        return False
+    console.print(
+        f"{folder.relative} has done its {done} steps; a higher --steps goes on", markup=False
+    )
+    print_summary(folder)
+    return True
+
+
+async def train(config: RunConfig) -> None:
+    await ensure_starting_model(config, stop_signals)
+    controller = Controller(config)
+    with stop_signals(controller):
+        async with controller:
+            await controller.run()
+
+
+@contextmanager
+def stop_signals(controller: Controller) -> Iterator[None]:
+    """Ctrl-C and SIGTERM stop the run in order; a second one, or a hang, stops it at once."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    timers: list[asyncio.TimerHandle] = []
+
+    def on_signal() -> None:
+        if controller.interrupted.is_set():
+            task.cancel()
+            return
+        console.print("stopping (once more: at once) ...", markup=False)
+        controller.interrupted.set()
+        timers.append(loop.call_later(GRACE_SECONDS, task.cancel))
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    for number in numbers:
+        loop.add_signal_handler(number, on_signal)
+    try:
+        yield
+    finally:
+        for timer in timers:
+            timer.cancel()
+        for number in numbers:
+            loop.remove_signal_handler(number)
