@@ -12,15 +12,16 @@ from typing import Any
 import torch
 
 from torchtitan_rl.models.cpu.products import times_transposed
+from torchtitan_rl.platform.switches import enabled
 
 PIECE_ELEMENTS = {"cpu": 2**23, "cuda": 2**27}
 """Logits in one piece: 32 MB in fp32 on a CPU; a GPU needs larger ones to be busy."""
 
-KEPT_ELEMENTS = {"cpu": 2**26}
+KEPT_ELEMENTS = {"cpu": 2**26} if enabled("kept_logits") else {}
 """So few logits are one piece, and are not made again: a quarter of the head's products less. 256
 MB at most are kept. Other devices keep none."""
 
-BLOCK_ELEMENTS = {"cpu": 2**19}
+BLOCK_ELEMENTS = {"cpu": 2**19} if enabled("blocked_logits") else {}
 """Logits that are gone over together: on a CPU so few that they stay in its cache meanwhile."""
 
 

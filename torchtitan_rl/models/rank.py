@@ -1,6 +1,7 @@
 """One process's share of a model on a mesh: the common part of trainer and reference."""
 
 import os
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,6 +13,7 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.common.attention import create_varlen_metadata_for_document
 
 from torchtitan_rl.batching.documents import (
+    Document,
     Segment,
     needed,
     positions,
@@ -27,6 +29,7 @@ from torchtitan_rl.models.parallel import build_parallel_model
 from torchtitan_rl.models.router_replay import replay_routing
 from torchtitan_rl.models.spec import model_spec
 from torchtitan_rl.platform import Dtype, device_type
+from torchtitan_rl.platform.switches import enabled
 
 
 @dataclass(slots=True)
@@ -98,13 +101,13 @@ class ModelRank:
         episodes name; padding, which has none, goes where the router sends it."""
         if not (on and cell.real):
             return replay_routing(self.model, None)
-        where, _ = needed(cell.documents)
+        where, _ = _needed(cell.documents)
         return replay_routing(self.model, cell.streams["routed_experts"][where])
 
     def predict(self, cell: Microbatch) -> Predicted:
         """A forward pass: logprobs of the tokens that train; token i is predicted at i - 1."""
         row = segments(cell.documents)
-        where, documents = needed(cell.documents)
+        where, documents = _needed(cell.documents)
         trains = _trained(cell)
         streams = {n: stream[trains].to(self.device) for n, stream in cell.streams.items()}
         # Echo tokens were not sampled, so there is no sampling temperature.
@@ -150,3 +153,9 @@ class ModelRank:
 def _trained(cell: Microbatch) -> torch.Tensor:
     """Indices in the row of the tokens that train, by RL or by echo."""
     return (cell.streams["loss_mask"] | cell.echoes).nonzero().squeeze(-1)
+
+
+def _needed(documents: Sequence[Document]) -> tuple[torch.Tensor, Sequence[Document]]:
+    if enabled("last_token"):
+        return needed(documents)
+    return torch.arange(sum(document.tokens for document in documents)), documents

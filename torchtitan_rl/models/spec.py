@@ -24,12 +24,13 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 
 from torchtitan_rl.models.cpu.accumulate import AccumulatingEmbedding, AccumulatingLinear
-from torchtitan_rl.models.cpu.attention import PackedAttention
+from torchtitan_rl.models.cpu.attention import PackedAttention, PlainAttention
 from torchtitan_rl.models.cpu.fused import FusedFeedForward, FusedRMSNorm, FusedRoPE
 from torchtitan_rl.models.head import LogprobHead
 from torchtitan_rl.models.hf import head_size, moe_layers, read_hf_config, rope_theta
 from torchtitan_rl.models.moe import ExpertsAdapter, moe_config
 from torchtitan_rl.platform import device_type
+from torchtitan_rl.platform.switches import enabled
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +51,12 @@ class Parts:
 
 
 CPU_PARTS = Parts(
-    PackedAttention,
-    FusedRMSNorm,
-    FusedRoPE,
-    FusedFeedForward,
-    AccumulatingLinear,
-    AccumulatingEmbedding,
+    PackedAttention if enabled("packed_attention") else PlainAttention,
+    FusedRMSNorm if enabled("fused_norm") else RMSNorm,
+    FusedRoPE if enabled("fused_rope") else CosSinRoPE,
+    FusedFeedForward if enabled("fused_swiglu") else FeedForward,
+    AccumulatingLinear if enabled("accumulating_linear") else Linear,
+    AccumulatingEmbedding if enabled("accumulating_embedding") else Embedding,
 )
 GPU_PARTS = Parts(VarlenAttention, RMSNorm, CosSinRoPE, FeedForward, Linear, Embedding)
 """torchtitan's own."""

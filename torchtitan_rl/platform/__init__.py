@@ -17,6 +17,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from torchtitan_rl.config.dtype import Dtype
+from torchtitan_rl.platform.switches import enabled
 
 if TYPE_CHECKING:
     import torch
@@ -91,7 +92,7 @@ def worker_env(
             # replica to the same cores.
             env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
             env["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "0"
-    return env
+    return {name: value for name, value in env.items() if enabled(name)}
 
 
 def _for_computing() -> dict[str, str]:
@@ -112,6 +113,8 @@ def _for_computing() -> dict[str, str]:
 def release_freed_memory() -> None:
     """Give back to the system what was freed and is not soon wanted again, as after loading a
     model; `worker_env` keeps it otherwise. Does nothing where the C library has no such call."""
+    if not enabled("release_freed_memory"):
+        return
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -5,6 +5,7 @@ vLLM's own; run in a process of its own, because vLLM patches the one it runs in
 """
 
 import asyncio
+import os
 import sys
 
 import pytest
@@ -13,9 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from tests.support import small_engine
 from torchtitan_rl.config import SamplingConfig
-from torchtitan_rl.engines.vllm import worker as vllm_worker
-from torchtitan_rl.engines.vllm.cpu.layers import flatten_layers
+from torchtitan_rl.engines.vllm.cpu.flat_layers import flatten_layers
 from torchtitan_rl.engines.vllm.engine import Engine
+from torchtitan_rl.platform.switches import VARIABLE
 from torchtitan_rl.weight_sync.handle import Shard, merge_handles, whole_tensors
 from torchtitan_rl.weight_sync.transport import make_publisher
 
@@ -109,12 +110,11 @@ async def check_versions(served, folder):
     direct = await served.versions(folder)
     assert served.reloads == 1, "all but the first are loaded directly"
 
-    plan = vllm_worker.plan_direct_loads
     served.forget()
-    vllm_worker.plan_direct_loads = lambda *_: None
+    os.environ[VARIABLE] = "direct_load"
     assert await served.versions(folder) == direct
     assert served.reloads == sum(names != [] for names in CHANGES)
-    vllm_worker.plan_direct_loads = plan
+    del os.environ[VARIABLE]
 
 
 async def check_layers(served, folder):

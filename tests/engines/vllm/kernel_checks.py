@@ -7,7 +7,9 @@ from vllm import ir
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
 
-from torchtitan_rl.engines.vllm.cpu import kernels as vllm_cpu
+from torchtitan_rl.engines.vllm.cpu import sampler as own
+from torchtitan_rl.engines.vllm.cpu.norms import CpuRMSNorm
+from torchtitan_rl.engines.vllm.cpu.swiglu import CpuSiluAndMul
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
@@ -27,14 +29,14 @@ def check_kernels() -> None:
 def check_model(model: torch.nn.Module) -> None:
     """The model that was built uses them."""
     norms = [module for module in model.modules() if isinstance(module, RMSNorm)]
-    assert {type(norm) for norm in norms} == {vllm_cpu.CpuRMSNorm}
-    assert any(isinstance(module, vllm_cpu.CpuSiluAndMul) for module in model.modules())
+    assert {type(norm) for norm in norms} == {CpuRMSNorm}
+    assert any(isinstance(module, CpuSiluAndMul) for module in model.modules())
 
 
 def _check_norms(x: torch.Tensor) -> None:
     left = x[:, : x.shape[-1] // 2]  # q and k are such slices
     weight = torch.randn(left.shape[-1], dtype=x.dtype)
-    norm = vllm_cpu.CpuRMSNorm.__new__(vllm_cpu.CpuRMSNorm)
+    norm = CpuRMSNorm.__new__(CpuRMSNorm)
     torch.nn.Module.__init__(norm)
     norm.weight = torch.nn.Parameter(weight)
     norm.has_weight = norm.pass_weight = norm.pass_weight_add = True
@@ -54,11 +56,11 @@ def _check_sampler(
     """Token by token what vLLM's own sampler draws, for more tokens than seeds are drawn ahead, of
     requests that change rows."""
     drawn = []
-    for forward in (vllm_cpu.sample, vllm_cpu._vllm_sample):
+    for forward in (own.sample, own.vllm_sample):
         torch.manual_seed(1)
         sampler = SimpleNamespace(use_fp64_gumbel=False, logprobs_mode="processed_logprobs")
         generators = {row: torch.Generator().manual_seed(row) for row in seeded}
-        logits = torch.randn(vllm_cpu.SEEDS_AHEAD + 9, 4, 50, generator=torch.Generator())
+        logits = torch.randn(own.SEEDS_AHEAD + 9, 4, 50, generator=torch.Generator())
         steps = []
         for step in logits:
             steps.append(forward(sampler, step.clone(), generators, k, p))
@@ -67,14 +69,14 @@ def _check_sampler(
     for (tokens, logprobs), (own_tokens, own_logprobs) in zip(*drawn, strict=True):
         assert tokens.tolist() == own_tokens.tolist()
         _close(logprobs, own_logprobs)
-        gathered = vllm_cpu.gather_logprobs(logprobs, 0, tokens.long())
-        whole = vllm_cpu._vllm_gather_logprobs(logprobs, 0, tokens.long())
+        gathered = own.gather_logprobs(logprobs, 0, tokens.long())
+        whole = own.vllm_gather_logprobs(logprobs, 0, tokens.long())
         assert torch.equal(gathered.logprob_token_ids, whole.logprob_token_ids)
         assert torch.equal(gathered.logprobs, whole.logprobs)
 
 
 def _check_swiglu(x: torch.Tensor) -> None:
-    _close(vllm_cpu.CpuSiluAndMul.forward_native(None, x), SiluAndMul.forward_native(x))
+    _close(CpuSiluAndMul.forward_native(None, x), SiluAndMul.forward_native(x))
 
 
 def _close(actual: torch.Tensor, expected: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 import torch
 import torch.distributed as dist
-from torchtitan_rl.engines.vllm.cpu.gloo import share_one_loop
+from torchtitan_rl.engines.vllm.cpu import gloo_loop
 
 def loops():
     names = [(t / "comm").read_text().strip() for t in Path("/proc/self/task").iterdir()]
@@ -17,7 +17,7 @@ def loops():
 
 store, rank, shares = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "shares"
 if shares:
-    share_one_loop()
+    gloo_loop.apply()
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 groups = [dist.new_group([0, 1], timeout=timedelta(seconds=20)) for _ in range(3)]
 for number, group in enumerate(groups):
@@ -51,5 +51,5 @@ def test_all_groups_of_a_process_share_one_loop_and_still_work(tmp_path):
 
 
 def test_without_it_each_group_has_one(tmp_path):
-    """If gloo ever does so by itself, `share_one_loop` can go."""
+    """If gloo ever does so by itself, gloo_loop.py can go."""
     assert loops_of_each_rank(tmp_path / "apart", "does not") == [4, 4]

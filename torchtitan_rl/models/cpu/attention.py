@@ -95,6 +95,7 @@ class AttentionPlan:
 
     def __init__(self, row: Sequence[Segment]) -> None:
         tokens = max((segment.stop for segment in row), default=0)
+        self.segments = row
         self.buckets = [Bucket.of(members) for members in _of_like_length(row)]
         self.row = WayBack(self.buckets, tokens)
         self.to_trunks = list(_branches_and_trunks(row))
@@ -132,6 +133,44 @@ class PackedAttention(Module):
             return out.transpose(1, 2)
         q, k, v = (t.squeeze(0) for t in (q_BLNH, k_BLNH, v_BLNH))
         return packed_attention(q, k, v, attention_masks, scale=scale).unsqueeze(0)
+
+
+class PlainAttention(PackedAttention):
+    """The same attention, segment by segment by torch's own: what PackedAttention is measured
+    against."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(PackedAttention.Config):
+        pass
+
+    def forward(
+        self,
+        q_BLNH: torch.Tensor,
+        k_BLNH: torch.Tensor,
+        v_BLNH: torch.Tensor,
+        *,
+        attention_masks: AttentionPlan | None = None,
+        scale: float | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        if attention_masks is None:
+            return super().forward(q_BLNH, k_BLNH, v_BLNH, scale=scale)
+        parts = []
+        for segment in attention_masks.segments:
+            rows = slice(segment.start, segment.stop)
+            trunk = segment.trunk
+            seen = [slice(trunk.start, trunk.stop), rows] if trunk else [rows]
+            q = q_BLNH[:, rows].transpose(1, 2)
+            k, v = (
+                torch.cat([t[:, piece] for piece in seen], dim=1).transpose(1, 2)
+                for t in (k_BLNH, v_BLNH)
+            )
+            mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(
+                k.shape[2] - q.shape[2]
+            )
+            out = F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True)
+            parts.append(out.transpose(1, 2))
+        return torch.cat(parts, dim=1)
 
 
 def packed_attention(

@@ -2,6 +2,8 @@
 
 import torch
 
+from torchtitan_rl.platform.switches import enabled
+
 LARGE = 2**27
 """Multiplications of a product that is worth it: of every new shape oneDNN first makes a program,
 for half a millisecond."""
@@ -19,4 +21,4 @@ def times_transposed(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return left @ right.T
 
 
-_HAS_ONEDNN = torch.backends.mkldnn.is_available()
+_HAS_ONEDNN = torch.backends.mkldnn.is_available() and enabled("onednn_products")

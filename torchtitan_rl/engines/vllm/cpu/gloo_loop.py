@@ -1,4 +1,10 @@
-"""Process groups by gloo, in a process that has many."""
+"""One thread for all of gloo's process groups of a process, in place of one each.
+
+Each thread wakes up every hundredth of a second to look for messages. vLLM makes 13 groups even for
+a model in one process: so many wake-ups take a thirtieth of a core from the computation.
+
+Gain: GAIN_gloo_loop (vLLM 0.32.0, two cores of an AMD EPYC with AVX-512).
+"""
 
 import functools
 import os
@@ -8,12 +14,8 @@ from typing import Any
 from torch.distributed import ProcessGroupGloo
 
 
-def share_one_loop() -> None:
-    """From now on, have all of gloo's process groups here share one thread that looks for messages.
-
-    Each would have its own, which wakes up every hundredth of a second. vLLM makes 13 groups even
-    for a model in one process: so many wake-ups take a thirtieth of a core from who computes.
-    """
+def apply() -> None:
+    """From now on, have all of gloo's process groups of this process share one thread."""
     gloo: Any = ProcessGroupGloo
     make = gloo.__init__
 

@@ -1,8 +1,10 @@
-"""Layers of Llama and Qwen3 as one function each: for vLLM 0.32 on a CPU.
+"""Layers of Llama and Qwen3 as one function each.
 
 While a small model decodes, more time goes to Python than to arithmetic, and much of that to calls
 of modules within modules. Here a layer calls its operations itself, the same ones in the same
 order: what comes out is the same to the bit.
+
+Gain: GAIN_flat_layers (vLLM 0.32.0, two cores of an AMD EPYC with AVX-512).
 """
 
 from collections.abc import Callable
@@ -18,21 +20,28 @@ Layer = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
 
 
 def flatten_layers(model: nn.Module) -> None:
-    """Of a model that vLLM has loaded in one process; layers that are not known here stay."""
+    """Flatten the layers of a model that vLLM has loaded in one process; layers of other classes,
+    with a bias or quantized, stay as they are."""
     for layer in model.modules():
         if type(layer) in (LlamaDecoderLayer, Qwen3DecoderLayer) and _is_plain(layer):
             layer.forward = flattened(layer)
 
 
 def flattened(layer: Any) -> Layer:
-    """What a layer computes, without its modules' own calls. A module's weights, and the product by
-    them (`cpu_linear`), are looked up each time: they change."""
+    """A function that computes what a layer does, without its modules' own calls. A module's
+    weights, and the product by them (`cpu_linear`), are looked up each time: they change."""
     attention = layer.self_attn
     qkv, out, gate_and_up, down = _products(layer)
-    before, between = map(_way, (layer.input_layernorm, layer.post_attention_layernorm))
-    rotate, act, attend = _way(attention.rotary_emb), _way(layer.mlp.act_fn), attention.attn.forward
+    before, between = map(_implementation, (layer.input_layernorm, layer.post_attention_layernorm))
+    rotate, act, attend = (
+        _implementation(attention.rotary_emb),
+        _implementation(layer.mlp.act_fn),
+        attention.attn.forward,
+    )
     normalizes = hasattr(attention, "q_norm")  # Qwen3
-    q_norm, k_norm = map(_way, (attention.q_norm, attention.k_norm)) if normalizes else (None, None)
+    q_norm, k_norm = (
+        map(_implementation, (attention.q_norm, attention.k_norm)) if normalizes else (None, None)
+    )
     sizes, head = [attention.q_size, attention.kv_size, attention.kv_size], attention.head_dim
 
     def forward(
@@ -60,14 +69,14 @@ def _products(layer: Any) -> list[Any]:
     return [attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj]
 
 
-def _way(module: CustomOp) -> Callable[..., Any]:
-    """The one that vLLM has chosen for this platform."""
+def _implementation(module: CustomOp) -> Callable[..., Any]:
+    """The implementation that vLLM has chosen for this platform."""
     return module._forward_method
 
 
 def _is_plain(layer: Any) -> bool:
-    """Whether products are nothing but that: packed (the weight itself is then gone), without a
-    bias, not quantized."""
+    """Whether a layer's matrices are packed (the weight itself is then gone), without a bias and
+    not quantized."""
     return isinstance(layer.self_attn.rotary_emb, CustomOp) and all(
         type(product.quant_method) is UnquantizedLinearMethod
         and product.bias is None
