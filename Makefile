@@ -29,8 +29,9 @@ model: install ## Make SmolLM2-135M-Instruct, a small real model, in outputs/mod
 test: install ## Lint, format check, type check, tests and docs: make test ARGS='-k name'
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
-	@$(PY) -m mypy & mypy=$$!; scripts/browser.sh; found=$$?; wait $$mypy && exit $$found
-	@exec $(PY) -m pytest $(PARALLEL) $(ARGS)
+	@scripts/browser.sh
+	@$(PY) -m mypy & types=$$!; $(PY) -m pytest $(PARALLEL) $(ARGS); tests=$$?; \
+	wait $$types || { echo "error: mypy has found something, see above"; exit 1; }; exit $$tests
 
 docs: install ## Build the pages of docs/; warnings are errors, as in `make test`.
 	@$(PY) -m sphinx -q -W --keep-going -n -b html docs outputs/docs

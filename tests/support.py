@@ -42,6 +42,10 @@ def low_tokens() -> Controller.Config:
     )
 
 
+ONE_THREAD = ("--trainer.threads", "1", "--generator.threads", "1")
+"""For runs that tests start: two test processes share the cores."""
+
+
 def small_engine() -> EngineConfig:
     return EngineConfig(max_model_len=128, kv_cache_gib=0.1, max_num_seqs=64)
 

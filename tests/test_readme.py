@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.pages import BLOCKS, PAGES, ROOT, TEXT, block, command, run_block
+from tests.support import ONE_THREAD
 from torchtitan_rl.algorithms.objective import objective
 from torchtitan_rl.algorithms.policy_loss import LossInputs
 from torchtitan_rl.cli.train import parse
@@ -31,7 +32,7 @@ def test_the_task_and_the_recipe_train_from_a_folder_of_their_own(tmp_path):
         (tmp_path / file).write_text(block(file))
     # Of 150 steps of imitation, and then 40: enough to see it learn.
     arguments = [*command("--config largest_digit_tiny"), "--warm_start.steps", "80"]
-    arguments += ["--steps", "12", "--evaluation.prompts", "100"]
+    arguments += ["--steps", "12", "--evaluation.prompts", "100", *ONE_THREAD]
     run = subprocess.run(
         [sys.executable, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=280
     )
@@ -47,7 +48,7 @@ def test_the_file_of_questions_trains(tmp_path, tiny_model):
     # A random model hits a number now and then.
     small = f"""--model {tiny_model} --steps 2 --task.reward.format_reward 0.1
         --generator.sampling.max_tokens 16 --generator.engine.kv_cache_gib 0.1
-        --evaluation.prompts 20 --run_name questions"""
+        --evaluation.prompts 20 --run_name questions {" ".join(ONE_THREAD)}"""
     run = subprocess.run(
         [sys.executable, *command("--task.path sums.jsonl"), *small.split()],
         cwd=tmp_path,

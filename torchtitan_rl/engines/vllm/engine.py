@@ -273,7 +273,7 @@ class Engine:
             )
         return ids
 
-    def _sampling_params(self, sampling: SamplingConfig, group_id: str, sample: int):
+    def _sampling_params(self, sampling: SamplingConfig, group_id: str, sample: int) -> Any:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 

@@ -187,7 +187,14 @@ def packed_attention(
 
 class _Packed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, plan: AttentionPlan, scale: float | None):
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        plan: AttentionPlan,
+        scale: float | None,
+    ) -> torch.Tensor:
         calls = [
             _forward(*map(bucket.take, (q, k, v)), 0.0, True, scale=scale)
             for bucket in plan.buckets
@@ -205,7 +212,7 @@ class _Packed(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, grad_out):
+    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         plan: AttentionPlan = ctx.plan
         calls = []
