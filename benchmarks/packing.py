@@ -108,7 +108,7 @@ class Bench:
     def packed(self, grid: Grid) -> list[Callable[[], torch.Tensor]]:
         def loss(cell) -> torch.Tensor:
             predicted = self.rank.predict(cell)
-            return -(predicted.logprobs * predicted.streams["advantages"]).sum()
+            return -(predicted.logprobs * predicted.streams["advantage"]).sum()
 
         return [lambda cell=row[0]: loss(cell) for row in grid.cells]
 

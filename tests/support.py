@@ -1,25 +1,24 @@
 """What several tests share: a short recipe, and what its steps pass on."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from tests.low_tokens import LowTokens
 from torchtitan_rl.actors.generator import VLLMGenerator
 from torchtitan_rl.actors.trainer import Trainer
-from torchtitan_rl.algorithms.echo import Attribution
 from torchtitan_rl.config import (
     CheckpointConfig,
     EchoConfig,
     EngineConfig,
     EvaluationConfig,
     OptimizerConfig,
-    RolloutConfig,
     SamplingConfig,
     constant_lr,
 )
-from torchtitan_rl.core.types import Completion, Episode, ScoredCompletion
-from torchtitan_rl.rollout.loop import Conversation, Group
-from torchtitan_rl.rollout.sequences import Rendered, Turn
+from torchtitan_rl.core.types import Attribution, Completion, Episode, Rollout, ScoredCompletion
+from torchtitan_rl.rollout.groups import PromptGroup, ScoredGroup
+from torchtitan_rl.rollout.sequences import Rendered
 from torchtitan_rl.run.controller import Controller
 from torchtitan_rl.tasks.task import Example
 
@@ -69,15 +68,15 @@ USER = Attribution("user", content=True)
 TOOL = Attribution("tool", content=True, tool_name="lookup")
 
 
-def conversation(group: Group, number: int, turns: Any) -> Conversation:
+def a_rollout(turns: Any, *, sample: int = 0, group_id: str = "", **changes: Any) -> Rollout:
     """Each turn: tokens shown (with where they come from), tokens sampled."""
-    made = Conversation(group, number, renderer=None, limits=RolloutConfig())
+    made = []
     for shown, sampled in turns:
         ids, origins = [token for token, _ in shown], [origin for _, origin in shown]
         logprobs = [-0.1 * token for token in sampled]
-        made.turns.append(Turn.after(Rendered(ids, origins), sampled, logprobs))
-        made.rollout.completions.append(Completion(3, 0, ids, "", sampled, logprobs, "stop"))
-    return made
+        completion = Completion(3, 0, ids, "", sampled, logprobs, "stop")
+        made.append(Rendered(ids, origins).then(completion))
+    return replace(Rollout(made, [], group_id=group_id, sample=sample), **changes)
 
 
 PROMPT = [(1, None), (2, USER)]
@@ -87,20 +86,27 @@ TWO_TURNS = [(PROMPT, [3, 4]), (TOOL_ANSWER, [5])]
 """Sampled 3 4, was told 8 (a tool's word) 9 (scaffolding), sampled 5."""
 
 
-def graded_group(
-    *rollouts: Any,
-    rewards: Sequence[float],
-    echo: EchoConfig | None = None,
-    name: str = "low_tokens",
-    number: int = 0,
-) -> Group:
-    """Of these rollouts, turn by turn; see ONE_TURN."""
+def a_prompt(
+    *, n: int = 1, echo: EchoConfig | None = None, name: str = "low_tokens", number: int = 0
+) -> PromptGroup:
+    """A prompt of the task LowTokens."""
     task = LowTokens.Config(name=name, echo=echo).build()
-    sampling = SamplingConfig(temperature=0.7)
-    made = Group(f"{name}/train/{number}", task, Example([], None), sampling, Rendered([], None))
-    made.conversations = [conversation(made, i, turns) for i, turns in enumerate(rollouts)]
-    made.scored = [
-        ScoredCompletion(c.rollout, reward, reward >= 1)
-        for c, reward in zip(made.conversations, rewards, strict=True)
+    sampling = SamplingConfig(n=n, temperature=0.7)
+    shown = Rendered([], None)
+    return PromptGroup(f"{name}/train/{number}", task, Example([], None), sampling, shown)
+
+
+def scored_group(
+    *rollouts: Any, rewards: Sequence[float], lost: Sequence[Rollout] = (), **prompt: Any
+) -> ScoredGroup:
+    """A group of these rollouts, turn by turn; see ONE_TURN."""
+    group = a_prompt(n=len(rollouts) + len(lost), **prompt)
+    made = [
+        turns if isinstance(turns, Rollout) else a_rollout(turns, sample=i, group_id=group.id)
+        for i, turns in enumerate(rollouts)
     ]
-    return made
+    scored = [
+        ScoredCompletion(rollout, reward, reward >= 1)
+        for rollout, reward in zip(made, rewards, strict=True)
+    ]
+    return ScoredGroup(group, tuple(scored), tuple(lost))

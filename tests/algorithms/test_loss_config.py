@@ -71,14 +71,14 @@ def test_every_reduction_is_accepted(reduction):
     ("settings", "needs"),
     [
         ({}, {}),
-        ({"name": "dppo"}, {"generator_logprobs": "trainer.loss.name dppo"}),
-        ({"rollout_kl": KL}, {"generator_logprobs": "trainer.loss.rollout_kl"}),
-        ({"correction": CORRECTION}, {"generator_logprobs": "trainer.loss.correction"}),
+        ({"name": "dppo"}, {"token_logprobs": "trainer.loss.name dppo"}),
+        ({"rollout_kl": KL}, {"token_logprobs": "trainer.loss.rollout_kl"}),
+        ({"correction": CORRECTION}, {"token_logprobs": "trainer.loss.correction"}),
         ({"ref_kl": KL}, {"ref_logprobs": "trainer.loss.ref_kl"}),
         (
             {"rollout_kl": KL, "ref_kl": KL},
             {
-                "generator_logprobs": "trainer.loss.rollout_kl",
+                "token_logprobs": "trainer.loss.rollout_kl",
                 "ref_logprobs": "trainer.loss.ref_kl",
             },
         ),
@@ -187,7 +187,7 @@ def no_metrics(inputs):
 
 def test_what_a_loss_of_ones_own_reads_is_found_out():
     config = LossConfig(name=f"{__name__}:reads_generator")
-    assert loss_needs(config) == {"generator_logprobs": f"trainer.loss.name {config.name}"}
+    assert loss_needs(config) == {"token_logprobs": f"trainer.loss.name {config.name}"}
     assert loss_needs(LossConfig(name=f"{__name__}:good")) == {}
     config = LossConfig(name=f"{__name__}:reads_reference", ref_kl=KL)
     assert loss_needs(config) == {"ref_logprobs": "trainer.loss.ref_kl"}

@@ -13,7 +13,7 @@ from tests.support import episode
 from torchtitan_rl.batching.documents import Document, positions, predecessors, segments
 from torchtitan_rl.batching.grid import grid_metrics, make_grid, split_groups
 from torchtitan_rl.batching.microbatch import single
-from torchtitan_rl.batching.schema import FIELDS, loss_mask, present_fields
+from torchtitan_rl.batching.schema import fields, loss_mask, present_fields
 
 
 def sized(prompt, completion, **changes):
@@ -239,10 +239,10 @@ def test_a_rank_without_an_episode_gets_padding_with_every_field_that_trains_not
         assert not padding.real
         assert padding.tokens == 1
         assert padding.documents == [Document(1)]
-        assert padding.streams.keys() == {field.name for field in FIELDS}
+        assert padding.streams.keys() == {field.name for field in fields()}
         assert not padding.streams["loss_mask"].any()
         assert not padding.echoes.any()
-        assert padding.streams["weights"].item() == 0
+        assert padding.streams["weight"].item() == 0
         assert padding.streams["routed_experts"].tolist() == [[[0, 1], [0, 1]]]
 
 

@@ -102,8 +102,10 @@ def test_what_is_kept_fits_is_valid_starts_as_it_did_and_is_counted(sizes, most,
     for one in kept:
         before = episodes[int(one.advantage)]
         assert one.length == min(before.length, most)
-        for field in fields(one):
-            now, then = getattr(one, field.name), getattr(before, field.name)
+        names = {*(field.name for field in fields(one)), *one.columns} - {"columns"}
+        assert one.columns.keys() == before.columns.keys()
+        for name in names:
+            now, then = getattr(one, name), getattr(before, name)
             assert now == (then[: len(now)] if isinstance(then, list) else then)
     for one in episodes:
         assert one.length > most or one in kept

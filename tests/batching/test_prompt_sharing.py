@@ -53,11 +53,11 @@ def test_samples_of_a_group_lie_behind_one_copy_of_their_prompt():
     assert cell.documents == [Document(3, (2, 1, 2))]
     assert cell.streams["tokens"].tolist() == [1, 2, 3, 21, 22, 31, 41, 42]
     assert cell.streams["loss_mask"].tolist() == [False] * 3 + [True] * 3 + [False, True]
-    assert cell.streams["advantages"][3:].tolist() == [1, 1, 2, 3, 3]
-    assert cell.streams["weights"][3:].tolist() == [0.5, 0.5, 0.25, 2, 2]
-    assert cell.streams["temperatures"][3:].tolist() == [1, 1, 0.5, 1, 1]
-    assert cell.streams["generator_logprobs"].isnan().tolist() == [True] * 3 + [False] * 5
-    assert cell.streams["generator_logprobs"][3:].tolist() == [0, -1, 0, 0, -1]
+    assert cell.streams["advantage"][3:].tolist() == [1, 1, 2, 3, 3]
+    assert cell.streams["weight"][3:].tolist() == [0.5, 0.5, 0.25, 2, 2]
+    assert cell.streams["temperature"][3:].tolist() == [1, 1, 0.5, 1, 1]
+    assert cell.streams["token_logprobs"].isnan().tolist() == [True] * 3 + [False] * 5
+    assert cell.streams["token_logprobs"][3:].tolist() == [0, -1, 0, 0, -1]
     assert [(p.start, p.stop) for p in grid.spans] == [(3, 5), (5, 6), (6, 8)]
     assert (grid.tokens, grid.episode_tokens, grid.loss_tokens) == (8, 14, 4)
 

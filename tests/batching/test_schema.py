@@ -1,10 +1,9 @@
-"""Per-token streams: declared on the episode, and found wherever tokens go."""
+"""Per-token streams: declared as columns, and found wherever tokens go."""
 
 import math
 import pickle
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from itertools import combinations
-from typing import Annotated, Any
 
 import numpy as np
 import pytest
@@ -13,18 +12,13 @@ import torch
 from tests.support import episode
 from torchtitan_rl.batching.documents import Document
 from torchtitan_rl.batching.microbatch import Piece, microbatch, single
-from torchtitan_rl.batching.schema import (
-    FIELDS,
-    loss_mask,
-    present_fields,
-    read_fields,
-    truncate,
-)
-from torchtitan_rl.core.types import Episode, PerToken
+from torchtitan_rl.batching.schema import fields, loss_mask, present_fields, truncate
+from torchtitan_rl.core.columns import COLUMNS, Column, declare
+from torchtitan_rl.core.types import Completion, Episode
 
 NAN = math.nan
 OPTIONAL = {
-    *("generator_logprobs", "token_versions", "ref_logprobs", "routed_experts", "echo_alpha"),
+    *("token_logprobs", "token_versions", "ref_logprobs", "routed_experts", "echo_alpha"),
 }
 
 
@@ -38,16 +32,16 @@ def full_episode(**changes):
     return replace(one, routed_experts=experts, echo_alpha=echo)
 
 
-def row_of(episodes, declared=FIELDS):
+def row_of(episodes):
     """The row of these episodes, whole, one after the other."""
     pieces = [Piece(e, 0, e.length) for e in episodes]
     documents = [Document(e.length) for e in episodes]
-    return microbatch(documents, pieces, present_fields(episodes, declared)).streams
+    return microbatch(documents, pieces, present_fields(episodes)).streams
 
 
-def padding_of(episodes, declared=FIELDS):
+def padding_of(episodes):
     """The cell of padding in the grid of these episodes."""
-    return microbatch([], [], present_fields(episodes, declared))
+    return microbatch([], [], present_fields(episodes))
 
 
 def values(stream):
@@ -59,10 +53,10 @@ def values(stream):
     [
         ("tokens", torch.int64, [1, 2, 3, 4, 5], 0),
         ("loss_mask", torch.bool, [False, False, False, True, True], False),
-        ("generator_logprobs", torch.float32, [NAN, NAN, NAN, -0.5, -1.0], NAN),
-        ("advantages", torch.float32, [0.5] * 5, 0.0),
-        ("temperatures", torch.float32, [0.7] * 5, 1.0),
-        ("weights", torch.float32, [0.25] * 5, 0.0),
+        ("token_logprobs", torch.float32, [NAN, NAN, NAN, -0.5, -1.0], NAN),
+        ("advantage", torch.float32, [0.5] * 5, 0.0),
+        ("temperature", torch.float32, [0.7] * 5, 1.0),
+        ("weight", torch.float32, [0.25] * 5, 0.0),
         ("token_versions", torch.int32, [-1, -1, -1, 3, 3], -1),
         ("ref_logprobs", torch.float32, [NAN, NAN, NAN, -0.25, -2.0], NAN),
         ("routed_experts", torch.uint8, [[[i, i + 1]] for i in range(1, 6)], [[0, 1]]),
@@ -78,23 +72,23 @@ def test_an_episode_becomes_one_stream_per_field_and_padding_one_value(name, dty
 
 
 def test_every_field_of_the_schema_is_in_the_table_above():
-    assert [field.name for field in FIELDS] == [
+    assert [field.name for field in fields()] == [
         "tokens",
         "loss_mask",
-        "generator_logprobs",
-        "advantages",
-        "temperatures",
-        "weights",
+        "token_logprobs",
+        "advantage",
+        "temperature",
+        "weight",
         "token_versions",
         "ref_logprobs",
         "routed_experts",
         "echo_alpha",
     ]
-    assert {field.name for field in FIELDS if field.optional} == OPTIONAL
+    assert {field.name for field in fields() if field.optional} == OPTIONAL
 
 
 def test_what_a_stream_covers_is_what_the_episode_has_values_for():
-    covers = {field.name: field.covers for field in FIELDS}
+    covers = {field.name: field.covers for field in fields()}
     everywhere = {"tokens", "loss_mask", "routed_experts", "echo_alpha"}
     assert {name for name in covers if covers[name] == "tokens"} == everywhere
     assert {name for name in covers if covers[name] == "completion"} == OPTIONAL - everywhere
@@ -139,8 +133,8 @@ def test_episodes_of_a_row_follow_each_other_without_padding():
     row = row_of([full_episode(), short, last])
     assert row["tokens"].tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
     assert row["loss_mask"].tolist() == [False] * 3 + [True] * 2 + [False, False, True]
-    assert row["weights"].tolist() == [1.0] * 5 + [2.0] + [1.0] * 2
-    assert values(row["generator_logprobs"]) == [NAN] * 3 + [-0.5, -1.0, NAN, NAN, -3.0]
+    assert row["weight"].tolist() == [1.0] * 5 + [2.0] + [1.0] * 2
+    assert values(row["token_logprobs"]) == [NAN] * 3 + [-0.5, -1.0, NAN, NAN, -3.0]
     assert values(row["ref_logprobs"]) == [NAN] * 3 + [-0.25, -2.0, NAN, NAN, -4.0]
 
 
@@ -156,12 +150,12 @@ def test_a_piece_of_an_episode_has_that_piece_of_every_stream(start, stop):
 
 def test_an_optional_field_that_all_have_is_present():
     present = present_fields([full_episode(), full_episode()])
-    assert [field.name for field in present] == [field.name for field in FIELDS]
+    assert [field.name for field in present] == [field.name for field in fields()]
 
 
 def test_an_optional_field_that_none_has_is_absent_from_rows_and_padding():
     episodes = [episode(token_logprobs=None)] * 2
-    wanted = {field.name for field in FIELDS} - OPTIONAL
+    wanted = {field.name for field in fields()} - OPTIONAL
     assert row_of(episodes).keys() == wanted
     assert padding_of(episodes).streams.keys() == wanted
 
@@ -169,7 +163,7 @@ def test_an_optional_field_that_none_has_is_absent_from_rows_and_padding():
 @pytest.mark.parametrize("at", [0, 1, 2])
 @pytest.mark.parametrize(
     ("changes", "name"),
-    [({"token_logprobs": None}, "generator_logprobs"), ({"ref_logprobs": None}, "ref_logprobs")],
+    [({"token_logprobs": None}, "token_logprobs"), ({"ref_logprobs": None}, "ref_logprobs")],
 )
 def test_an_optional_field_that_some_have_is_an_error_that_names_an_episode_without(
     at, changes, name
@@ -194,124 +188,133 @@ def test_the_padding_cell_is_one_token_that_is_not_real_and_does_not_train():
     assert not cell.streams["loss_mask"].any()
 
 
-def test_a_declaration_without_a_pad_fails_where_it_stands():
-    with pytest.raises(TypeError, match="pad"):
-
-        @dataclass
-        class _Unpadded(Episode):
-            prices: Annotated[
-                list[float] | None,
-                PerToken("prices", "float32", covers="tokens"),
-            ] = None
+# ---- columns of one's own ------------------------------------------------------------------------
 
 
-# A field is added in exactly one place: these three add one each, and nothing else.
+@pytest.fixture
+def declared(monkeypatch):
+    """Declares a column until the test is over."""
 
+    def declare_once(name, *args, **kwargs):
+        declare(Column(name, *args, **kwargs))
+        column = COLUMNS.pop(name)
+        monkeypatch.setitem(COLUMNS, name, column)
+        return column
 
-@dataclass(slots=True)
-class Priced(Episode):
-    prices: Annotated[list[float] | None, PerToken("price", "float64", -1.0, "tokens")] = None
-
-
-@dataclass(slots=True)
-class Rated(Episode):
-    ratings: Annotated[list[int] | None, PerToken("rating", "int32", -7, "completion")] = None
-
-
-@dataclass(slots=True)
-class Dated(Episode):
-    date: Annotated[float | None, PerToken("dates", "float32", 0.5, "episode")] = None
-
-
-def become(kind, one, **more):
-    """The same episode, of a type that declares more."""
-    return kind(**{field.name: getattr(one, field.name) for field in fields(one)}, **more)
+    return declare_once
 
 
 @pytest.mark.parametrize(
-    ("kind", "attribute", "given", "stream", "pad", "dtype", "cut"),
+    ("column", "given", "stream", "pad", "dtype", "cut"),
     [
         (
-            Priced,
-            "prices",
+            ("price", "float64", -1.0, "tokens"),
             [0.1, 0.2, 0.3, 0.4, 0.5],
             [0.1, 0.2, 0.3, 0.4, 0.5],
             -1.0,
             torch.float64,
             [0.1, 0.2, 0.3, 0.4],
         ),
-        (Rated, "ratings", [8, 9], [-7, -7, -7, 8, 9], -7, torch.int32, [8]),
-        (Dated, "date", 2.25, [2.25] * 5, 0.5, torch.float32, 2.25),
+        (("rating", "int32", -7, "completion"), [8, 9], [-7, -7, -7, 8, 9], -7, torch.int32, [8]),
+        (
+            ("date", "float32", 0.5, "episode", "batching"),
+            2.25,
+            [2.25] * 5,
+            0.5,
+            torch.float32,
+            2.25,
+        ),
     ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
-def test_a_new_optional_field_is_added_in_exactly_one_place(
-    kind, attribute, given, stream, pad, dtype, cut
+def test_a_column_is_declared_in_exactly_one_place(
+    declared, column, given, stream, pad, dtype, cut
 ):
-    declared = read_fields(kind)
-    (new,) = [field for field in declared if field.name not in {old.name for old in FIELDS}]
-    assert [field.name for field in declared[:-1]] == [field.name for field in FIELDS]
-    assert new.optional
+    name = declared(*column).name
+    one = episode(**{name: given})
+    row, padding = row_of([one, one]), padding_of([one])
+    assert row[name].tolist() == stream * 2
+    assert row[name].dtype == padding.streams[name].dtype == dtype
+    assert padding.streams[name].tolist() == [pad]
 
-    one = become(kind, episode(), **{attribute: given})
-    row, padding = row_of([one, one], declared), padding_of([one], declared)
-    assert row[new.name].tolist() == stream * 2
-    assert row[new.name].dtype == padding.streams[new.name].dtype == dtype
-    assert padding.streams[new.name].tolist() == [pad]
+    shorter = truncate(one, 4)
+    assert getattr(shorter, name) == cut
+    assert row_of([shorter])[name].tolist() == stream[:4]
 
-    shorter = truncate(one, 4, declared)
-    assert getattr(shorter, attribute) == cut
-    assert row_of([shorter], declared)[new.name].tolist() == stream[:4]
-
-    without = become(kind, episode(task="chat", group_id="chat/3"))
-    assert new.name not in padding_of([without], declared).streams
-    with pytest.raises(ValueError, match=f"'chat', group 'chat/3' has no {new.name}"):
-        present_fields([one, without], declared)
-
-
-@dataclass(slots=True)
-class Routed(Episode):
-    experts: Annotated[Any | None, PerToken("routed", "uint8", "distinct", "tokens")] = None
-
-
-@dataclass(slots=True)
-class RoutedCompletion(Episode):
-    experts: Annotated[Any | None, PerToken("routed", "uint8", "distinct", "completion")] = None
+    without = episode(task="chat", group_id="chat/3")
+    assert getattr(without, name) is None
+    assert name not in padding_of([without]).streams
+    with pytest.raises(ValueError, match=f"'chat', group 'chat/3' has no {name}"):
+        present_fields([one, without])
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int16])
-@pytest.mark.parametrize(("kind", "covered"), [(Routed, 5), (RoutedCompletion, 2)])
+@pytest.mark.parametrize(("covers", "covered"), [("tokens", 5), ("completion", 2)])
 @pytest.mark.parametrize(("layers", "top_k"), [(4, 3), (1, 8), (2, 1)])
 def test_an_array_for_each_token_keeps_its_dtype_and_shape_and_is_padded_with_distinct_values(
-    dtype, kind, covered, layers, top_k
+    declared, dtype, covers, covered, layers, top_k
 ):
-    declared = read_fields(kind)
+    declared("routed", "uint8", "distinct", covers)
     shape = (covered, layers, top_k)
     chosen = np.random.default_rng(0).integers(0, 100, shape).astype(dtype)
-    one = become(kind, episode(), experts=chosen)
-    other = become(kind, episode(), experts=chosen + dtype(1))
+    one, other = episode(routed=chosen), episode(routed=chosen + dtype(1))
     pad = torch.arange(top_k).expand(layers, top_k)
     prompt = pad.expand(5 - covered, layers, top_k)
 
-    row = row_of([one, other], declared)["routed"]
-    padding = padding_of([one], declared).streams["routed"]
+    row = row_of([one, other])["routed"]
+    padding = padding_of([one]).streams["routed"]
     assert row.dtype == padding.dtype == torch.from_numpy(chosen).dtype
     assert row.shape == (10, layers, top_k)
     expected = torch.from_numpy(chosen).long()
     assert torch.equal(row.long(), torch.cat([prompt, expected, prompt, expected + 1]))
     assert torch.equal(padding.long(), pad.unsqueeze(0))
 
-    shorter = truncate(one, 4, declared)
-    assert np.array_equal(shorter.experts, chosen[: covered - 1])
-    assert torch.equal(row_of([shorter], declared)["routed"], row[:4])
+    shorter = truncate(one, 4)
+    assert np.array_equal(shorter.routed, chosen[: covered - 1])
+    assert torch.equal(row_of([shorter])["routed"], row[:4])
 
 
 def test_padding_does_not_share_its_memory():
-    (routed,) = [f for f in read_fields(Routed) if f.name == "routed"]
-    stream = present_fields(
-        [become(Routed, episode(), experts=np.zeros((5, 2, 3), np.uint8))], [routed]
-    )[0].padding(2)
+    stream = COLUMNS["routed_experts"].padding(2, (2, 3))
     stream[0, 0, 0] = 9
     assert stream[1, 0, 0] == stream[0, 1, 0] == 0
+
+
+@pytest.mark.parametrize(
+    ("column", "said"),
+    [
+        (("token_ids", "int32", 0, "tokens"), "cannot be called 'token_ids'"),
+        (("a price", "int32", 0, "tokens"), "must be an identifier; got 'a price'"),
+        (("mood", "int32", 0, "episode"), "column 'mood': a generator makes values of tokens"),
+        (("echo_alpha", "float32", 0.0, "tokens"), "'echo_alpha' is declared already, and diff"),
+    ],
+)
+def test_a_declaration_that_cannot_work_fails_where_it_stands(column, said):
+    with pytest.raises(ValueError, match=said):
+        declare(Column(*column))
+    assert declare(COLUMNS["echo_alpha"]) is COLUMNS["echo_alpha"]
+
+
+def test_a_name_that_nobody_has_declared_is_refused():
+    with pytest.raises(TypeError, match=r"column 'token_logprob' \(did you mean 'token_logprobs'"):
+        Completion(0, 0, [1], "", [2], token_logprob=[-0.5])
+    with pytest.raises(TypeError, match="nobody has declared a column 'mood'"):
+        episode(mood=[1])
+    with pytest.raises(AttributeError, match="no attribute and no column 'mood'"):
+        _ = episode().mood
+    with pytest.raises(TypeError, match="an Episode needs advantage"):
+        Episode(0, [1], [2], reward=0.0, task="sums", group_id="a")
+
+
+def test_an_episode_is_changed_by_making_another():
+    one = episode()
+    other = one.with_columns(ref_logprobs=[-1.0, -2.0], token_logprobs=None)
+    assert (other.ref_logprobs, other.token_logprobs) == ([-1.0, -2.0], None)
+    assert (one.ref_logprobs, one.token_logprobs) == (None, [-0.5, -1.0])
+    assert replace(one, advantage=2.0, token_logprobs=None) == one.with_columns(
+        advantage=2.0, token_logprobs=None
+    )
+    assert pickle.loads(pickle.dumps(other)) == other
 
 
 def test_the_tokens_that_train_are_those_of_the_completion_unless_a_mask_says_otherwise():
@@ -337,4 +340,4 @@ def test_a_microbatch_travels_whole_and_can_be_written_to():
     for name, stream in sent.streams.items():
         assert got.streams[name].dtype == stream.dtype
         torch.testing.assert_close(got.streams[name], stream, rtol=0, atol=0, equal_nan=True)
-    got.streams["advantages"].zero_()
+    got.streams["advantage"].zero_()

@@ -47,11 +47,11 @@ def test_a_good_episode_is_valid(changes):
         ({"token_ids": [4, 10]}, r"token id 10 lies outside 0\.\.9"),
         ({"prompt_token_ids": [1, 10, 3]}, r"token id 10 lies outside 0\.\.9"),
         ({"token_ids": [4, -1]}, "token id -1 is negative"),
-        ({"token_logprobs": [-0.5]}, "generator_logprobs has 1 values for 2 tokens"),
-        ({"token_logprobs": [-0.5] * 3}, "generator_logprobs has 3 values for 2 tokens"),
+        ({"token_logprobs": [-0.5]}, "token_logprobs has 1 values for 2 tokens"),
+        ({"token_logprobs": [-0.5] * 3}, "token_logprobs has 3 values for 2 tokens"),
         ({"token_ids": [], "token_logprobs": [-0.5]}, "has 1 values for 0 tokens"),
-        ({"token_logprobs": [-0.5, NAN]}, "generator_logprobs holds a value that is not finite"),
-        ({"token_logprobs": [-math.inf, -1.0]}, "generator_logprobs holds a value that is not"),
+        ({"token_logprobs": [-0.5, NAN]}, "token_logprobs holds a value that is not finite"),
+        ({"token_logprobs": [-math.inf, -1.0]}, "token_logprobs holds a value that is not"),
         ({"ref_logprobs": [-0.5]}, "ref_logprobs has 1 values for 2 tokens"),
         ({"ref_logprobs": [-0.5, NAN]}, "ref_logprobs holds a value that is not finite"),
         (
@@ -95,7 +95,7 @@ def test_ids_and_versions_are_unbounded_without_bounds():
 @pytest.mark.parametrize(
     ("changes", "needs", "problem"),
     [
-        ({"token_logprobs": None}, "generator_logprobs", "it has no generator_logprobs, which"),
+        ({"token_logprobs": None}, "token_logprobs", "it has no token_logprobs, which"),
         ({"ref_logprobs": None}, "ref_logprobs", "it has no ref_logprobs, which"),
     ],
 )
@@ -109,7 +109,7 @@ def test_a_field_that_a_setting_needs_is_asked_of_every_episode(changes, needs, 
     assert "task 'chat', group 'chat/train/3'" in str(error.value)
 
 
-@pytest.mark.parametrize("field", ["generator_logprobs", "ref_logprobs"])
+@pytest.mark.parametrize("field", ["token_logprobs", "ref_logprobs"])
 def test_a_prompt_token_cannot_train_where_logprobs_of_sampled_tokens_are_needed(field):
     trains_prompt = full_episode(loss_mask=[False, True, False, True, True])
     validate([trains_prompt])

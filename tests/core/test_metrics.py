@@ -1,12 +1,15 @@
 """Metrics: merging is associative and does not care how the values were split."""
 
 import statistics
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support import PROMPT, a_rollout, scored_group
+from torchtitan_rl.config import AdvantageConfig
 from torchtitan_rl.core.metrics import (
     Distribution,
     Mean,
@@ -16,7 +19,8 @@ from torchtitan_rl.core.metrics import (
     flatten,
     merge_metrics,
 )
-from torchtitan_rl.core.types import Completion, Rollout, ScoredCompletion
+from torchtitan_rl.core.types import Status
+from torchtitan_rl.rollout.episodes import annotate
 from torchtitan_rl.rollout.metrics import evaluation_metrics, rollout_metrics
 
 # Whole numbers add up exactly in any order, so the laws can be checked with ==.
@@ -140,17 +144,20 @@ def test_flat_keys_are_the_name_or_name_and_suffix():
     }
 
 
-def scored(reward, tokens, status="finished", turns=1, outcomes=(), **parts):
-    turn = Completion(0, 0, [1], "", [2] * (tokens // turns), [-1.0] * (tokens // turns), "stop")
-    rollout = Rollout([turn] * turns, [], status, outcomes=list(outcomes))
-    return ScoredCompletion(rollout, reward, reward >= 1, parts)
+def record(task, reward, tokens, status=Status.FINISHED, turns=1, outcomes=(), **parts):
+    """A rollout of that many turns, and tokens in all of them."""
+    turn = (PROMPT, [2] * (tokens // turns))
+    rollout = a_rollout([turn] * turns, status=status, outcomes=list(outcomes))
+    group = scored_group(rollout, rewards=[reward], name=task)
+    group = replace(group, scored=(replace(group.scored[0], reward_parts=parts),))
+    return annotate(group, AdvantageConfig(name="reward"))[0]
 
 
 def test_rollouts_are_counted_for_all_tasks_and_for_each():
     samples = [
-        ("sums", scored(1.5, 4, exact=1.0)),
-        ("sums", scored(0.5, 8, "truncated", exact=0.0)),
-        ("words", scored(1.0, 3)),
+        record("sums", 1.5, 4, exact=1.0),
+        record("sums", 0.5, 8, "truncated", exact=0.0),
+        record("words", 1.0, 3),
     ]
     flat = flatten(rollout_metrics(samples))
     assert flat["reward/sums/mean"] == flat["reward/words/mean"] == flat["reward/all/mean"] == 1.0
@@ -166,9 +173,9 @@ def test_rollouts_are_counted_for_all_tasks_and_for_each():
 
 def test_tasks_with_turns_tell_of_them():
     samples = [
-        ("sums", scored(1.0, 4)),
-        ("calc", scored(1.0, 6, turns=3, outcomes=["ok", "raised"])),
-        ("calc", scored(0.0, 2, "turn_limit", turns=1)),
+        record("sums", 1.0, 4),
+        record("calc", 1.0, 6, turns=3, outcomes=["ok", "raised"]),
+        record("calc", 0.0, 2, "turn_limit", turns=1),
     ]
     flat = flatten(rollout_metrics(samples, interactive={"calc"}))
     assert flat["turns/calc/mean"] == flat["turns/all/mean"] == 2.0
@@ -181,9 +188,9 @@ def test_tasks_with_turns_tell_of_them():
 
 
 def test_evaluations_name_tasks_only_if_there_are_several():
-    one = [("sums", scored(1.0, 4)), ("sums", scored(0.0, 4))]
+    one = [record("sums", 1.0, 4), record("sums", 0.0, 4)]
     assert evaluation_metrics(one) == {"eval/accuracy": 0.5, "eval/reward": 0.5, "eval/prompts": 2}
-    two = evaluation_metrics([*one, ("words", scored(1.0, 4))])
+    two = evaluation_metrics([*one, record("words", 1.0, 4)])
     assert two["eval/accuracy"] == pytest.approx(2 / 3)
     assert two["eval/accuracy/sums"] == 0.5
     assert two["eval/reward/words"] == 1.0

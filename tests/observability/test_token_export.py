@@ -21,7 +21,7 @@ from torchtitan_rl.observability import token_export
 from torchtitan_rl.observability.token_export import TokenExport, token_columns, token_records
 
 LISTS = (
-    *("ids", "positions", "rl", "echo", "advantages", "generator_logprobs", "trainer_logprobs"),
+    *("tokens", "positions", "rl", "echo", "advantage", "token_logprobs", "trainer_logprobs"),
     *("entropies", "ratios", "mismatches", "masked"),
 )
 
@@ -73,12 +73,12 @@ def test_every_sequence_is_there_once_and_whole(samples, share, ranks):
     for e in episodes:
         record = records[e.name]
         assert all(len(record[name]) == e.length for name in LISTS)
-        assert record["ids"] == e.prompt_token_ids + e.token_ids
+        assert record["tokens"] == e.prompt_token_ids + e.token_ids
         assert record["positions"] == list(range(e.length))
         assert record["rl"] == list(map(int, loss_mask(e)))
         assert record["echo"] == [int(not math.isnan(a)) for a in e.echo_alpha]
         for rl, echo, advantage, logprob, token in zip(
-            *(record[n] for n in ("rl", "echo", "advantages", "trainer_logprobs", "ids")),
+            *(record[n] for n in ("rl", "echo", "advantage", "trainer_logprobs", "tokens")),
             strict=True,
         ):
             assert advantage == e.advantage if rl else math.isnan(advantage)
@@ -102,7 +102,7 @@ def test_a_file_is_written_whole_replaced_and_without_numbers_that_json_cannot_s
     for advantage in (0.25, 0.5):
         for row in grid.cells:
             for cell in row:  # of the second rank, which has only padding, nothing is written
-                cell.streams["advantages"][:] = advantage
+                cell.streams["advantage"][:] = advantage
                 export.add(cell, one, one, LossOutput(one.sum()))
         export.write(step=3)
     export.flush()
@@ -111,13 +111,13 @@ def test_a_file_is_written_whole_replaced_and_without_numbers_that_json_cannot_s
     [line] = file.read_text().splitlines()
     record = json.loads(line, parse_constant=pytest.fail)
     assert {k: record.pop(k) for k in ("schema", "step", "rank", "name")} == {
-        "schema": 1,
+        "schema": 2,
         "step": 3,
         "rank": 1,
         "name": "a/0/0",
     }
     assert record.keys() == set(LISTS)
-    assert record["advantages"] == [None, None, None, 0.5, 0.5]
+    assert record["advantage"] == [None, None, None, 0.5, 0.5]
     assert record["trainer_logprobs"] == [None, None, None, -0.5, None]
     assert record["masked"] == [0] * 5
 

@@ -1,12 +1,12 @@
-"""From graded conversations to episodes: what trains by RL, what echoes, and what is held out."""
+"""From scored groups to episodes: what trains by RL, what echoes, and what is not trained."""
 
 import math
 from dataclasses import replace
 
 import pytest
 
-from tests.support import ONE_TURN, PROMPT, TWO_TURNS, USER, low_tokens
-from tests.support import graded_group as group
+from tests.support import ONE_TURN, PROMPT, TWO_TURNS, USER, a_rollout, low_tokens
+from tests.support import scored_group as group
 from torchtitan_rl.batching.schema import loss_mask
 from torchtitan_rl.batching.validation import validate
 from torchtitan_rl.config import (
@@ -19,15 +19,20 @@ from torchtitan_rl.config import (
 )
 from torchtitan_rl.core.types import Rollout
 from torchtitan_rl.rollout.batch_filter import BatchFilter, trial_episodes
-from torchtitan_rl.rollout.episodes import make_batch
+from torchtitan_rl.rollout.episodes import annotate, has_signal, make_batch
 from torchtitan_rl.run.controller import Controller
 
 ECHO_TOOLS = EchoConfig(tool=ToolEcho(alpha=0.5))
 
 
+def annotated(*groups, **changes):
+    advantage = AdvantageConfig(name="mean_baseline")
+    return [record for group in groups for record in annotate(group, advantage, **changes)]
+
+
 def batch(*groups, **changes):
-    made = make_batch(groups, AdvantageConfig(name="mean_baseline"), **changes)
-    validate(made.episodes + made.heldout, vocab_size=100, version=3)
+    made = make_batch(annotated(*groups, **changes))
+    validate(made.episodes + made.untrained, vocab_size=100, version=3)
     return made
 
 
@@ -68,9 +73,11 @@ def test_a_tools_words_echo_and_are_out_of_rl():
     assert len(second.echo_alpha) == second.length
 
 
-def test_equal_rewards_teach_nothing_by_rl_but_still_echo():
+def test_equal_rewards_have_no_signal_for_rl_but_still_echo():
     assert batch(group(TWO_TURNS, ONE_TURN, rewards=[1.0, 1.0])).episodes == []
-    made = batch(group(TWO_TURNS, ONE_TURN, rewards=[1.0, 1.0], echo=ECHO_TOOLS))
+    equal = group(TWO_TURNS, ONE_TURN, rewards=[1.0, 1.0], echo=ECHO_TOOLS)
+    assert not has_signal(annotated(equal))
+    made = batch(equal)
     [episode] = made.episodes  # the other has nothing to echo either
     assert not any(loss_mask(episode))
     assert [a for a in episode.echo_alpha if not math.isnan(a)] == [0.5]
@@ -124,33 +131,32 @@ def test_a_broken_filter_is_named():
 
 
 def test_turns_of_unknown_origin_are_counted_and_do_not_echo():
-    made = group(TWO_TURNS, TWO_TURNS, rewards=[1.0, 0.0], echo=ECHO_TOOLS)
-    made.conversations[0].turns[1].attributions = None
-    result = batch(made)
+    known = a_rollout(TWO_TURNS)
+    first, second = known.turns
+    unknown = replace(known, turns=[first, replace(second, attributions=None)])
+    result = batch(group(unknown, TWO_TURNS, rewards=[1.0, 0.0], echo=ECHO_TOOLS))
     assert result.unattributed == 1
     echoing = [sum(not math.isnan(a) for a in e.echo_alpha) for e in result.episodes]
     assert echoing == [0, 1]
 
 
-def test_heldout_rollouts_are_chosen_by_hash_and_count_in_their_group():
+def test_the_untrained_share_is_chosen_by_hash_and_counts_in_its_group():
     def made(share):
         groups = [group(*[ONE_TURN] * 8, rewards=[1.0] + [0.0] * 7, number=i) for i in range(40)]
-        return groups, batch(*groups, untrained_share=share)
+        records = annotated(*groups, untrained_share=share)
+        untrained = [r for r in records if r.split == "untrained"]
+        return [f"{r.group}/{r.sample}" for r in untrained], make_batch(records)
 
-    groups, kept = made(0.25)
-    names = [f"{g.id}/{c.number}" for g in groups for c in g.conversations if c.heldout]
-    assert len(kept.heldout) == len(names)
-    assert len(kept.heldout) / 320 == pytest.approx(0.25, abs=0.08)
-    assert len(kept.episodes) + len(kept.heldout) == 320
+    names, kept = made(0.25)
+    assert len(kept.untrained) == len(names)
+    assert len(kept.untrained) / 320 == pytest.approx(0.25, abs=0.08)
+    assert len(kept.episodes) + len(kept.untrained) == 320
     # Always the same ones, also of more.
-    assert names == [
-        f"{g.id}/{c.number}" for g in made(0.25)[0] for c in g.conversations if c.heldout
-    ]
-    more = {f"{g.id}/{c.number}" for g in made(0.5)[0] for c in g.conversations if c.heldout}
-    assert set(names) < more
+    assert names == made(0.25)[0]
+    assert set(names) < set(made(0.5)[0])
     # The advantages are those of the whole group.
     assert {e.advantage for e in kept.episodes} == {0.875, -0.125}
-    assert made(0.0)[1].heldout == []
+    assert made(0.0)[1].untrained == []
 
 
 def only_good(episodes, *, least: float = 1.0):

@@ -4,16 +4,17 @@ import asyncio
 import gc
 import weakref
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass
 
 import pytest
 
 from tests.tasks.tricky_tools import Plain, Tricky
-from torchtitan_rl.actors.environment import Environment, Response
+from torchtitan_rl.actors.environment import Environment
+from torchtitan_rl.actors.interfaces import EnvironmentResponse, SampleFailure
 from torchtitan_rl.config import RolloutConfig, SamplingConfig
-from torchtitan_rl.core.types import Completion
-from torchtitan_rl.rollout.loop import Conversation, Group, roll_out
-from torchtitan_rl.rollout.metrics import failure_metrics
+from torchtitan_rl.core.types import Completion, Status
+from torchtitan_rl.rollout.groups import PromptGroup
+from torchtitan_rl.rollout.loop import RolloutLoop, roll_out
 from torchtitan_rl.rollout.prompts import check_prompt
 from torchtitan_rl.rollout.renderer import ChatRenderer
 from torchtitan_rl.supervision.spawn import spawn_environment
@@ -68,7 +69,7 @@ def group(renderer, name, *, n=1, task=None, **sampling):
     task = task or Tricky.Config(show_tools=False).build()
     example = Example([{"role": "user", "content": name}], None, state={"kept": name})
     settings = SamplingConfig(**{"n": n, "max_tokens": 64, **sampling})
-    return Group(name, task, example, settings, renderer.render(example.messages))
+    return PromptGroup(name, task, example, settings, renderer.render(example.messages))
 
 
 class Script:
@@ -77,21 +78,18 @@ class Script:
     def __init__(self, renderer):
         self.renderer, self.asked, self.turns = renderer, [], Counter()
 
-    async def sample(self, prompts, samplings, names, groups):
-        self.asked.append((prompts, samplings, names))
-        made = []
-        for index, (prompt, sampling, name) in enumerate(
-            zip(prompts, samplings, names, strict=True)
-        ):
-            who, turn = name.split("/")[0], int((name.split("/") + ["0"] * 2)[2])
-            for _ in range(sampling.n):
-                ids = self.renderer.reply(self.message(TALK[who.split("#")[0]][turn]))
-                cut = ids[: sampling.max_tokens]
-                reason = "stop" if cut == ids else "length"
-                text = self.renderer.tokenizer.decode(cut, skip_special_tokens=True)
-                logprobs = [-0.5] * len(cut)
-                made.append(Completion(1, index, prompt, text, cut, logprobs, reason))
-        return made
+    async def sample(self, requests):
+        self.asked.append(requests)
+        return [self.complete(request) for request in requests]
+
+    def complete(self, request):
+        prompt, sampling, name = request.prompt_token_ids, request.sampling, request.seed_name
+        who, turn = name.split("/")[0], int((name.split("/") + ["0"] * 2)[2])
+        ids = self.renderer.reply(self.message(TALK[who.split("#")[0]][turn]))
+        cut = ids[: sampling.max_tokens]
+        reason = "stop" if cut == ids else "length"
+        text = self.renderer.tokenizer.decode(cut, skip_special_tokens=True)
+        return Completion(1, 0, prompt, text, cut, [-0.5] * len(cut), reason)
 
     @staticmethod
     def message(said):
@@ -121,47 +119,47 @@ async def test_two_hundred_conversations_with_every_bad_tool_all_end(renderer, e
     while not playing.done():
         await asyncio.sleep(0.005)
         ticks += 1
-    await playing
-    assert len(groups) == 200
-    for made, name in zip(groups, names, strict=True):
-        [conversation] = made.conversations
-        rollout, kind = conversation.rollout, name.split("#")[0]
-        assert (rollout.status, rollout.outcomes) == ENDS[kind], name
-        assert len(rollout.completions) == len(conversation.turns) >= 1
+    for made, name in zip(await playing, names, strict=True):
+        [rollout] = made.rollouts
+        assert (rollout.status, rollout.outcomes) == ENDS[name.split("#")[0]], name
+        assert (rollout.group_id, rollout.sample) == (name, 0)
+        assert len(rollout.turns) >= 1
         assert rollout.messages[0]["content"] == name
-        assert all(turn.length <= LIMITS.max_tokens for turn in conversation.turns)
+        assert all(turn.length <= LIMITS.max_tokens for turn in rollout.turns)
     # While tools hung for a second each, the controller was free.
     assert ticks > 100
 
 
 async def test_what_was_sampled_is_never_tokenised_again(renderer, environment):
-    made = group(renderer, "adds", n=2)
-    await play([made], Script(renderer), environment)
-    for number, conversation in enumerate(made.conversations):
-        first, second = conversation.turns
-        assert conversation.number == number
+    [made] = await play([group(renderer, "adds", n=2)], Script(renderer), environment)
+    for number, rollout in enumerate(made.rollouts):
+        first, second = rollout.turns
+        assert rollout.sample == number
         assert second.prompt_token_ids[: first.length] == first.prompt_token_ids + first.token_ids
         told = second.prompt_token_ids[first.length :]
         assert "<tool_response>\n3\n</tool_response>" in renderer.tokenizer.decode(told)
         own = [a for a in second.attributions if a and a.role == "assistant" and a.content]
         assert len(own) == len(first.token_ids) + len(second.token_ids)
-        roles = [message["role"] for message in conversation.rollout.messages]
+        roles = [message["role"] for message in rollout.messages]
         assert roles == ["user", "assistant", "tool", "assistant"]
-        assert conversation.rollout.state == {"kept": "adds", "answered": "bye"}
+        assert rollout.state == {"kept": "adds", "answered": "bye"}
 
 
 async def test_seeds_have_names_of_their_own_and_completions_fit(renderer, environment):
     groups = [group(renderer, "never ends", n=2), group(renderer, "adds", n=2)]
     script = Script(renderer)
     await play(groups, script, environment)
-    names = [name for _, _, asked in script.asked for name in asked]
-    assert len(names) == len(set(names))
-    assert names[:2] == ["never ends", "adds"]
-    assert set(names[2:6]) == {"never ends/0/1", "never ends/1/1", "adds/0/1", "adds/1/1"}
-    for prompts, samplings, _ in script.asked[1:]:
-        for prompt, sampling in zip(prompts, samplings, strict=True):
-            assert sampling.n == 1
-            assert len(prompt) + sampling.max_tokens <= LIMITS.max_tokens
+    seeds = [[(r.seed_name, r.seed_number) for r in asked] for asked in script.asked]
+    # By group, then sample: so they enter the engine.
+    assert seeds[0] == [("never ends", 0), ("never ends", 1), ("adds", 0), ("adds", 1)]
+    later = ["never ends/0/1", "never ends/1/1", "adds/0/1", "adds/1/1"]
+    assert seeds[1] == [(name, 0) for name in later]
+    flat = [seed for turn in seeds for seed in turn]
+    assert len(flat) == len(set(flat))
+    for request in (request for asked in script.asked for request in asked):
+        assert request.sampling.n == 1
+        assert len(request.prompt_token_ids) + request.sampling.max_tokens <= LIMITS.max_tokens
+        assert request.group_id == request.seed_name.split("/")[0]
 
 
 async def test_a_task_without_turns_takes_one(renderer):
@@ -171,109 +169,174 @@ async def test_a_task_without_turns_takes_one(renderer):
     task = Plain.Config().build()
     groups = [group(renderer, "adds", n=3, task=task)]
     script = Script(renderer)
-    await roll_out(groups, sample=script.sample, respond=nobody, renderer=renderer, limits=LIMITS)
-    statuses = [c.rollout.status for c in groups[0].conversations]
-    assert statuses == ["finished"] * 3
-    assert groups[0].conversations[0].rollout.messages[-1]["content"].startswith('\n{"name"')
+    [made] = await roll_out(
+        groups, sample=script.sample, respond=nobody, renderer=renderer, limits=LIMITS
+    )
+    assert [rollout.status for rollout in made.rollouts] == ["finished"] * 3
+    assert made.rollouts[0].messages[-1]["content"].startswith('\n{"name"')
 
 
 async def test_a_completion_that_is_cut_off_ends_the_rollout(renderer, environment):
     cut, short = group(renderer, "adds", max_tokens=4), group(renderer, "adds")
-    await play([cut], Script(renderer), environment)
-    assert cut.conversations[0].rollout.status == "truncated"
+    [made] = await play([cut], Script(renderer), environment)
+    assert made.rollouts[0].status == Status.TRUNCATED
     # Where the conversation's own length leaves less than max_tokens, that is the reason.
     room = len(short.shown.token_ids) + 10
-    await play([short], Script(renderer), environment, RolloutConfig(max_tokens=room))
-    assert short.conversations[0].rollout.status == "token_limit"
-    assert short.conversations[0].turns[0].length == room
+    [made] = await play([short], Script(renderer), environment, RolloutConfig(max_tokens=room))
+    assert made.rollouts[0].status == Status.TOKEN_LIMIT
+    assert made.rollouts[0].turns[0].length == room
     with pytest.raises(ValueError, match=r"prompt of group adds has .* with 1 to sample"):
         check_prompt(short, RolloutConfig(max_tokens=5))
 
 
 async def test_time_is_up_for_slow_tools(renderer, environment):
-    made = group(renderer, "hangs")
     limits = RolloutConfig(max_turns=3, max_tokens=400, max_seconds=0.3)
-    await play([made], Script(renderer), environment, limits)
-    rollout = made.conversations[0].rollout
+    [made] = await play([group(renderer, "hangs")], Script(renderer), environment, limits)
+    [rollout] = made.rollouts
     assert (rollout.status, rollout.outcomes) == ("time_limit", ["timed_out"])
+
+
+def scripted(renderer, groups, samples, responses=(), **limits):
+    """A loop whose generators and environment say these, call by call; an error is raised."""
+    calls = {"sample": iter(samples), "respond": iter(responses)}
+
+    def caller(who):
+        async def call(requests):
+            said = next(calls[who])
+            if isinstance(said, BaseException):
+                raise said
+            pairs = zip(said, requests, strict=True)
+            return [one(request) if callable(one) else one for one, request in pairs]
+
+        return call
+
+    return RolloutLoop(
+        groups,
+        sample=caller("sample"),
+        respond=caller("respond"),
+        renderer=renderer,
+        limits=RolloutConfig(**{"max_turns": 3, "max_tokens": 400, **limits}),
+    )
+
+
+def says(renderer, content, **more):
+    """A completion of whatever prompt is asked for."""
+    ids = renderer.reply({"role": "assistant", "content": content, **more})
+    return lambda request: Completion(2, 0, request.prompt_token_ids, content, ids, None, "stop")
 
 
 @pytest.mark.parametrize(
     ("failure", "seconds", "status"),
     [("raised", 60.0, "environment_failed"), ("was out of time", 1e-9, "time_limit")],
 )
-def test_an_answer_that_failed_ends_the_rollout_with_the_reason(renderer, failure, seconds, status):
-    made = group(renderer, "is answered")
-    conversation = Conversation(made, 0, renderer, RolloutConfig(max_seconds=seconds))
-    ids = renderer.reply({"role": "assistant", "content": "hello"})
-    conversation.take(Completion(0, 0, made.shown.token_ids, "hello", ids, None, "stop"))
-    assert not conversation.hear(Response([], {}, [], failure))
-    assert (conversation.rollout.status, conversation.rollout.failure) == (status, failure)
+async def test_an_answer_that_failed_ends_the_rollout_with_the_reason(
+    renderer, failure, seconds, status
+):
+    response = EnvironmentResponse([], {}, [], failure)
+    prompts = [group(renderer, "is answered")]
+    words = [[says(renderer, "hello")]]
+    [made] = await scripted(renderer, prompts, words, [[response]], max_seconds=seconds).run()
+    [rollout] = made.ended
+    assert (rollout.status, rollout.failure) == (status, failure)
 
 
-@pytest.mark.parametrize(
-    ("happens", "counts", "partial"),
-    [
-        ("empty", {"empty": 1}, True),
-        ("empty, then its reward fails", {"empty": 1, "failed": 3}, False),
-        ("empty, then not useful", {"empty": 1, "dropped": 3}, True),
-        ("timed out", {"timed_out": 4}, False),
-    ],
-)
-def test_every_rollout_of_a_group_is_accounted_for_once(renderer, happens, counts, partial):
-    made = group(renderer, "adds")
-    made.sampling = replace(made.sampling, n=4)
-    made.conversations = [Conversation(made, i, renderer, LIMITS) for i in range(4)]
-    if happens.startswith("empty"):
-        made.conversations[0].failed = ("empty", "nothing was sampled")
-        made.bury()
-    if happens.endswith("fails"):
-        made.bury_all("failed", "it raised")
-        made.fail("failed", "it raised")
-    elif happens.endswith("useful"):
-        made.give_up("dropped", "not useful")
-    elif happens == "timed out":
-        made.give_up("timed_out", "too slow")
-    told = Counter()
-    for failure in made.failures:
-        told[failure.kind] += failure.rollouts
-    assert told == counts
-    metrics = failure_metrics(made.failures, ["tricky"])
-    assert metrics["groups/partial/all"] == partial
-    assert metrics["groups/dropped/all"] == (not partial)
+class AllOrNone(Tricky):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Tricky.Config):
+        pass
+
+    group_scoring = True
 
 
-def test_every_conversation_has_a_state_of_its_own(renderer):
-    made = group(renderer, "adds")
-    first, second = (Conversation(made, i, renderer, LIMITS) for i in range(2))
-    first.rollout.state["kept"] = "changed"
-    assert second.rollout.state == made.example.state == {"kept": "adds"}
+@pytest.mark.parametrize("task", [Plain, AllOrNone])
+async def test_every_rollout_has_an_outcome_of_its_own(renderer, task):
+    """One that fails is none of the others' business, unless its task scores them together."""
+    prompt = group(renderer, "adds", n=5, task=task.Config().build())
+
+    def strange(request):
+        return Completion(2, 0, [1, 2, 3], "", [4], None, "stop")
+
+    def nothing(request):
+        return Completion(2, 0, request.prompt_token_ids, "", [], None, "stop")
+
+    failure = SampleFailure("failed", "ValueError: no such token")
+    words = says(renderer, "bye")
+    ends = EnvironmentResponse([], {}, [])
+    said = [words, failure, nothing, strange, words]
+    [made] = await scripted(renderer, [prompt], [said], [[ends, ends]]).run()
+    assert [rollout.sample for rollout in made.rollouts] == [0, 1, 2, 3, 4]
+    assert [(r.status, r.failure) for r in made.rollouts[1:4]] == [
+        (Status.FAILED, "ValueError: no such token"),
+        (Status.EMPTY, "nothing was sampled (stop)"),
+        (Status.FAILED, "the generator returned a completion of another prompt than it was given"),
+    ]
+    first, last = made.rollouts[0], made.rollouts[4]
+    expected = (Status.FINISHED, "")
+    if task is AllOrNone:
+        expected = (Status.FAILED, "another sample of its group failed")
+    assert (first.status, first.failure) == (last.status, last.failure) == expected
+    assert first.completions[0].token_versions == [2] * len(first.token_ids)
+    assert len(made.ended) + len(made.lost) == 5
 
 
-def test_a_group_is_gone_when_nobody_needs_it(renderer):
+async def test_what_there_is_of_a_group_that_is_given_up_is_kept(renderer):
+    """A group that times out in its second turn: one rollout failed by itself, one had ended."""
+    prompt = group(renderer, "is answered", n=3)
+    first = [says(renderer, "hello"), SampleFailure("empty", "nothing"), says(renderer, "hello")]
+    tell = EnvironmentResponse([{"role": "tool", "content": "go on"}], {"n": 1}, ["ok"])
+    end = EnvironmentResponse([], {}, [])
+    loop = scripted(renderer, [prompt], [first, asyncio.CancelledError()], [[tell, end]])
+    with pytest.raises(asyncio.CancelledError):
+        await loop.run()
+    [made] = loop.given_up(Status.TIMED_OUT, "took longer than 5 s")
+    late = (Status.TIMED_OUT, "took longer than 5 s")
+    ends = [(rollout.status, rollout.failure) for rollout in made.rollouts]
+    assert ends == [late, (Status.EMPTY, "nothing"), late]
+    assert [len(rollout.turns) for rollout in made.rollouts] == [1, 0, 1]
+    assert [message["role"] for message in made.rollouts[0].messages][-1] == "tool"
+    [never] = scripted(renderer, [prompt], []).given_up(Status.CANCELLED, "not needed")
+    assert [rollout.status for rollout in never.rollouts] == [Status.CANCELLED] * 3
+
+
+async def test_every_conversation_has_a_state_of_its_own(renderer):
+    def changes(request):
+        request.state["kept"] = "changed"
+        return EnvironmentResponse([], request.state, [])
+
+    prompt = group(renderer, "is answered", n=2)
+    words = [[says(renderer, "hello")] * 2]
+    leaves = EnvironmentResponse([], {"kept": "is answered"}, [])
+    [made] = await scripted(renderer, [prompt], words, [[changes, leaves]]).run()
+    assert [r.state["kept"] for r in made.rollouts] == ["changed", "is answered"]
+    assert prompt.example.state == {"kept": "is answered"}
+
+
+async def test_a_group_is_gone_when_nobody_needs_it(renderer):
     """Without waiting for the garbage collector: a batch may be large."""
     gc.disable()
     try:
-        made = group(renderer, "adds")
-        made.conversations = [Conversation(made, 0, renderer, LIMITS)]
-        conversation = weakref.ref(made.conversations[0])
-        del made
+        words = [[says(renderer, "bye")]]
+        end = [[EnvironmentResponse([], {}, [])]]
+        loop = scripted(renderer, [group(renderer, "is answered")], words, end)
+        [made] = await loop.run()
+        conversation = weakref.ref(loop._conversations[0][0])
+        del made, loop
         assert conversation() is None
     finally:
         gc.enable()
 
 
-def test_a_conversation_that_cannot_be_extended_is_rendered_anew(renderer):
-    """A user's question makes Qwen3 render the whole conversation again: a sample of its own."""
-    made = group(renderer, "is answered")
-    conversation = Conversation(made, 0, renderer, LIMITS)
-    ids = renderer.reply({"role": "assistant", "content": "hello", "reasoning_content": "hm"})
-    text = renderer.tokenizer.decode(ids)
-    assert text == "<think>\nhm\n</think>\n\nhello<|im_end|>"
-    assert conversation.take(Completion(0, 0, made.shown.token_ids, text, ids, None, "stop"))
-    told = Response([{"role": "user", "content": "and <|im_end|> then?"}], {}, [])
-    assert conversation.hear(told)
-    shown = renderer.tokenizer.decode(conversation.shown.token_ids)
+async def test_a_conversation_that_cannot_be_extended_is_rendered_anew(renderer):
+    """A user's question makes Qwen3 render the whole conversation again: a sequence of its own."""
+    told = EnvironmentResponse([{"role": "user", "content": "and <|im_end|> then?"}], {}, [])
+    words = [[says(renderer, "hello", reasoning_content="hm")], [says(renderer, "bye")]]
+    end = EnvironmentResponse([], {}, [])
+    loop = scripted(renderer, [group(renderer, "is answered")], words, [[told], [end]])
+    [made] = await loop.run()
+    first, second = made.rollouts[0].turns
+    said = renderer.tokenizer.decode(first.token_ids)
+    assert said == "<think>\nhm\n</think>\n\nhello<|im_end|>"
+    shown = renderer.tokenizer.decode(second.prompt_token_ids)
     assert "hm" not in shown
     assert "hello" in shown
     assert shown.endswith("then?<|im_end|>\n<|im_start|>assistant\n")

@@ -6,14 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan_rl.algorithms.echo import Attribution
 from torchtitan_rl.config import EchoConfig, RoleEcho, ToolEcho
+from torchtitan_rl.core.types import Completion
 from torchtitan_rl.rollout.renderer import ChatRenderer, QuickTokenizer
-from torchtitan_rl.rollout.sequences import Turn, merge_turns, turn_alphas
+from torchtitan_rl.rollout.sequences import Rendered, merge_turns, turn_alphas
 
 QUESTION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2"}]
 ANSWER = [{"role": "tool", "content": "it is 4", "name": "calculator"}]
-OWN = Attribution("assistant", content=True, sampled=True)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["no thinking", "thinking"])
@@ -23,8 +22,13 @@ def renderer(tiny_model, request):
 
 def first_turn(renderer, completion, *, attributed=True):
     shown = renderer.render(QUESTION)
-    attributions = shown.attributions + [OWN] * len(completion) if attributed else None
-    return Turn(shown.token_ids, completion, [-1.0] * len(completion), attributions)
+    if not attributed:
+        shown = Rendered(shown.token_ids, None)
+    return shown.then(sampled(shown, completion))
+
+
+def sampled(shown, ids):
+    return Completion(0, 0, shown.token_ids, "", ids, [-1.0] * len(ids))
 
 
 def reply(renderer, text):
@@ -99,9 +103,7 @@ def test_two_turns_become_one_sample_in_which_only_the_tools_words_echo(renderer
     first = first_turn(renderer, reply(renderer, "I ask."))
     shown = renderer.extend(first, ANSWER)
     final = reply(renderer, "4")
-    second = Turn(
-        shown.token_ids, final, [-1.0] * len(final), shown.attributions + [OWN] * len(final)
-    )
+    second = shown.then(sampled(shown, final))
     config = EchoConfig(
         tool=ToolEcho(alpha=0.5, tool_names=("calculator",)), system=RoleEcho(alpha=2.0)
     )
@@ -110,12 +112,13 @@ def test_two_turns_become_one_sample_in_which_only_the_tools_words_echo(renderer
     assert unattributed == 0
 
     def decoded(alpha):
-        ids = [t for t, a in zip(sample.ids, sample.alphas, strict=True) if a == alpha]
+        tokens = sample.prompt_token_ids + sample.token_ids
+        ids = [t for t, a in zip(tokens, sample.echo_alpha, strict=True) if a == alpha]
         return renderer.tokenizer.decode(ids)
 
     assert decoded(0.5) == "it is 4"
     assert decoded(2.0) == "Be brief."
-    assert sum(sample.sampled) == len(first.token_ids) + len(final)
+    assert sum(sample.loss_mask) == len(first.token_ids) + len(final)
 
 
 CALL = {"name": "calculator", "arguments": {"expression": "47+85"}}

@@ -6,15 +6,16 @@ from dataclasses import replace
 import pytest
 
 from tests.low_tokens import LowTokens
-from tests.support import ONE_TURN, TWO_TURNS, graded_group, low_tokens
+from tests.support import ONE_TURN, TWO_TURNS, a_rollout, low_tokens, scored_group
 from torchtitan_rl.config import AdvantageConfig, EchoConfig, LossConfig, RolloutConfig, ToolEcho
 from torchtitan_rl.core.metrics import flatten
+from torchtitan_rl.core.types import Status
 from torchtitan_rl.observability.json_lines import read_lines
-from torchtitan_rl.rollout.episodes import make_batch
+from torchtitan_rl.rollout.episodes import annotate, make_batch
 from torchtitan_rl.rollout.log import RolloutLog
-from torchtitan_rl.rollout.loop import all_scored
 from torchtitan_rl.rollout.metrics import rollout_metrics
-from torchtitan_rl.rollout.replay import open_dump
+from torchtitan_rl.rollout.record_schema import RENAMED_SINCE_1
+from torchtitan_rl.rollout.replay import open_replay
 from torchtitan_rl.run.checks import notices
 
 ADVANTAGE = AdvantageConfig(name="mean_baseline")
@@ -22,63 +23,92 @@ TASKS = {name: LowTokens.Config(name=name).build() for name in ("low_tokens", "o
 MODEL = {"vocab_size": 10}
 
 
+def sampled(turns, sample):
+    """A rollout as the loop makes it: every token with the weights that sampled it."""
+    rollout = a_rollout(turns, sample=sample)
+    return replace(
+        rollout,
+        turns=[
+            replace(t, completion=t.completion.with_columns(token_versions=[3] * len(t.token_ids)))
+            for t in rollout.turns
+        ],
+    )
+
+
 def a_step():
-    """Turns, echo, a group that teaches nothing by RL, a dropped one, and some held out."""
+    """Turns, echo, a group without signal for RL, a dropped one, and some untrained."""
     echo = EchoConfig(tool=ToolEcho(alpha=0.1))
     groups = [
-        graded_group(TWO_TURNS, ONE_TURN, rewards=[1.0, 0.3], echo=echo, name="other", number=9),
-        graded_group(ONE_TURN, ONE_TURN, ONE_TURN, rewards=[0.1, 0.2, 0.7], number=2),
-        graded_group(ONE_TURN, ONE_TURN, rewards=[1.0, 1.0], number=1),
-        graded_group(ONE_TURN, ONE_TURN, rewards=[0.0, 1.0], number=5),
+        ([TWO_TURNS, ONE_TURN], [1.0, 0.3], {"echo": echo, "name": "other", "number": 9}),
+        ([ONE_TURN, ONE_TURN, ONE_TURN], [0.1, 0.2, 0.7], {"number": 2}),
+        ([ONE_TURN, ONE_TURN], [1.0, 1.0], {"number": 1}),
+        ([ONE_TURN, ONE_TURN], [0.0, 1.0], {"number": 5}),
     ]
-    for group in groups:
-        for conversation in group.conversations:
-            for turn in conversation.turns:
-                turn.token_versions = [3] * len(turn.token_ids)
-    groups[3].give_up("timed_out", "took longer than 5 s")
-    return groups
+    made = []
+    for rollouts, rewards, prompt in groups:
+        numbered = [sampled(turns, i) for i, turns in enumerate(rollouts)]
+        group = scored_group(*numbered, rewards=rewards, **prompt)
+        made.append(annotate(group, ADVANTAGE, untrained_share=0.3))
+    made[3] = [record.dropped("took longer than 5 s", Status.TIMED_OUT) for record in made[3]]
+    return [record for records in made for record in records]
 
 
 @pytest.fixture
-async def dumped(tmp_path):
+async def saved(tmp_path):
     """A run of two steps, and what its first was."""
-    groups = a_step()
-    batch = make_batch(groups[:3], ADVANTAGE, untrained_share=0.3)
+    records = a_step()
     log = RolloutLog(tmp_path / "rollouts")
     for step in range(2):
-        await log.write(step, groups)
+        await log.write(step, records)
     log.close()
-    return tmp_path, groups, batch
+    return tmp_path, records
 
 
-def dump_of(folder, *, steps=2, tasks=TASKS, model=MODEL, **changes):
+def replay_of(folder, *, steps=2, tasks=TASKS, model=MODEL, **changes):
     config = replace(
         low_tokens(), rollout=RolloutConfig(train_from=str(folder)), steps=steps, **changes
     )
-    return open_dump(config, tasks, None, model)
+    return open_replay(config, tasks, model)
 
 
-def test_the_same_batch_is_made_of_it(dumped):
-    folder, groups, batch = dumped
+def test_the_same_values_are_read_and_the_same_batch_is_made_of_them(saved):
+    folder, records = saved
+    live = [record for record in records if record.split != "dropped"]
+    read = replay_of(folder).records(1)
+    assert repr(read) == repr(live)  # NaN is not equal to itself
+    batch, again = make_batch(records), make_batch(read)
     assert batch.episodes
-    assert batch.heldout
-    read = dump_of(folder).groups(1)
-    # Neither the advantage nor the share that is held out is asked for again.
-    again = make_batch(read, AdvantageConfig(name="reward"), untrained_share=0.0)
-    assert repr(again.episodes) == repr(batch.episodes)  # NaN is not equal to itself
-    assert repr(again.heldout) == repr(batch.heldout)
+    assert batch.untrained
+    assert repr(again) == repr(batch)
     for interactive in ((), ("other",)):
-        measured = [
-            flatten(rollout_metrics(all_scored(g), interactive)) for g in (read, groups[:3])
-        ]
+        measured = [flatten(rollout_metrics(r, interactive)) for r in (read, records)]
         assert measured[0] == measured[1]
 
 
-def test_a_run_that_samples_has_no_dump():
-    assert open_dump(low_tokens(), TASKS, None, MODEL) is None
+def test_files_of_schema_1_are_read_as_they_were_meant(saved):
+    """A sequence had other names for its columns; the untrained share was called held out."""
+    folder, records = saved
+    now_then = {now: then for then, now in RENAMED_SINCE_1.items()}
+    for file in (folder / "rollouts").iterdir():
+        old = []
+        for _, record in read_lines(file):
+            names = [now_then.get(name, name) for one in record["sequences"] for name in one]
+            assert not {*names} & {*now_then}
+            record["sequences"] = [
+                {now_then[name]: one.get(name) for name in now_then} for one in record["sequences"]
+            ]
+            record["split"] = {"untrained": "held out"}.get(record["split"], record["split"])
+            del record["unattributed"]
+            old.append({**record, "schema": 1})
+        file.write_text("".join(json.dumps(record) + "\n" for record in old))
+    assert repr(make_batch(replay_of(folder).records(0))) == repr(make_batch(records))
 
 
-def test_dumps_need_no_generator_and_say_so():
+def test_a_run_that_samples_replays_nothing():
+    assert open_replay(low_tokens(), TASKS, MODEL) is None
+
+
+def test_a_replay_needs_no_generator_and_says_so():
     config = replace(
         low_tokens(), rollout=RolloutConfig(train_from="outputs/run"), max_offpolicy_steps=2
     )
@@ -137,21 +167,27 @@ FIRST = "step-000000.jsonl, line 2"
         (cut_off, {}, r"step-000001.jsonl, line 9 is broken: the file was cut off"),
         (change('{"schema": 1, '), {}, f"{FIRST} is broken"),
         (change('{"step": 0}'), {}, f"{FIRST} has no schema: it is of a run too old"),
-        (change(None, schema=2), {}, f"{FIRST} has schema 2; .* reads up to 1"),
+        (change(None, schema=3), {}, f"{FIRST} has schema 3; .* reads up to 2"),
         (change(None, task="words"), {}, f"{FIRST} is of task 'words'; this run has low_tokens"),
         (change(None, advantage=None), {}, f"{FIRST}: it was trained, but has no reward, no adv"),
+        (
+            change(None, sequences=[{"prompt_token_ids": [1], "token_ids": [2], "moods": [3]}]),
+            {},
+            f"{FIRST}: nobody has declared a column 'moods'",
+        ),
+        (change(None, status="odd"), {}, f"{FIRST}: 'odd' is not a valid Status"),
         (change(None, sequences=[{}]), {}, f"{FIRST} is no rollout: KeyError"),
         (change(None, reward_parts=3, sequences=7), {}, f"{FIRST} is no rollout: TypeError"),
         (change(None), {"model": {"vocab_size": 9}}, "line 1: token id 9 lies outside 0..8: the m"),
         (
-            sequences(logprobs=None),
+            sequences(token_logprobs=None),
             {"trainer": replace(low_tokens().trainer, loss=LossConfig(name="dppo"))},
-            "has no generator_logprobs, which trainer.loss.name dppo needs",
+            "has no token_logprobs, which trainer.loss.name dppo needs",
         ),
     ],
 )
-async def test_what_cannot_be_trained_on_is_refused_at_once(dumped, edit, settings, said):
-    folder, _, _ = dumped
+async def test_what_cannot_be_trained_on_is_refused_at_once(saved, edit, settings, said):
+    folder, _ = saved
     edit(folder)
     with pytest.raises(ValueError, match=said):
-        dump_of(folder, **settings)
+        replay_of(folder, **settings)

@@ -7,13 +7,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_rl.algorithms.echo import Attribution
 from torchtitan_rl.config import EchoConfig, RoleEcho, ToolEcho
-from torchtitan_rl.rollout.sequences import Turn, merge_turns, turn_alphas
+from torchtitan_rl.core.columns import COLUMNS, Column, declare
+from torchtitan_rl.core.types import Attribution, Completion, Turn
+from torchtitan_rl.rollout.sequences import merge_turns, turn_alphas
 
 
-def turn(prompt, completion, **changes):
-    return Turn(prompt, completion, [-0.1 * token for token in completion], **changes)
+def turn(prompt, completion, attributions=None, **columns):
+    logprobs = [-0.1 * token for token in completion]
+    return Turn(Completion(0, 0, prompt, "", completion, logprobs, **columns), attributions)
+
+
+def ids_of(sequence):
+    return sequence.prompt_token_ids + sequence.token_ids
 
 
 @pytest.mark.parametrize(
@@ -39,30 +45,31 @@ def turn(prompt, completion, **changes):
 )
 def test_merging_by_table(turns, ids, sampled):
     sequences = merge_turns(turns)
-    assert [sequence.ids for sequence in sequences] == ids
-    marks = ["".join("s" if s else "." for s in sequence.sampled) for sequence in sequences]
+    assert [ids_of(sequence) for sequence in sequences] == ids
+    marks = ["".join("s" if s else "." for s in sequence.loss_mask) for sequence in sequences]
     assert marks == sampled
     for s in sequences:
-        for token, logprob, was in zip(s.ids, s.logprobs, s.sampled, strict=True):
+        mask = s.loss_mask[len(s.prompt_token_ids) :]
+        for token, logprob, was in zip(s.token_ids, s.token_logprobs, mask, strict=True):
             assert logprob == pytest.approx(-0.1 * token) if was else math.isnan(logprob)
 
 
 def test_the_prompt_ends_where_sampling_starts():
     (sequence,) = merge_turns([turn([1, 2], [3]), turn([1, 2, 3, 4], [5])])
-    assert sequence.prompt_length == 2
+    assert sequence.prompt_token_ids == [1, 2]
     (nothing,) = merge_turns([turn([1, 2], [])])
-    assert nothing.prompt_length == 2
+    assert nothing.prompt_token_ids == [1, 2]
 
 
 def test_the_longest_sequence_that_fits_is_extended():
     turns = [turn([1], [2]), turn([1], [2, 3]), turn([1, 2, 3, 4], [5])]
-    assert [s.ids for s in merge_turns(turns)] == [[1, 2], [1, 2, 3, 4, 5]]
+    assert [ids_of(s) for s in merge_turns(turns)] == [[1, 2], [1, 2, 3, 4, 5]]
 
 
 def test_weights_of_earlier_turns_are_never_overwritten():
     turns = [turn([1, 2], [3]), turn([1, 2, 3, 4], [5])]
     (sequence,) = merge_turns(turns, [[None, 0.5, None], [9.0, 9.0, 9.0, 0.25, None]])
-    assert sequence.alphas == [None, 0.5, None, 0.25, None]
+    assert repr(sequence.echo_alpha) == "[nan, 0.5, nan, 0.25, nan]"
 
 
 @settings(deadline=None)
@@ -76,9 +83,10 @@ def test_every_sampled_token_is_in_exactly_one_place(parts):
     sequences = merge_turns(turns)
     assert len(sequences) == (1 if turns else 0)  # every prompt extends all before it
     for s in sequences:
-        assert s.ids == history
-        assert len(s.ids) == len(s.logprobs) == len(s.sampled) == len(s.alphas)
-    assert sum(sum(s.sampled) for s in sequences) == sum(len(sampled) for _, sampled in parts)
+        assert ids_of(s) == history
+        assert len(s.loss_mask) == s.length
+        assert len(s.token_logprobs) == len(s.token_ids)
+    assert sum(sum(s.loss_mask) for s in sequences) == sum(len(sampled) for _, sampled in parts)
 
 
 USER, TOOL = (Attribution(role, content=True) for role in ("user", "tool"))
@@ -93,7 +101,7 @@ def test_each_turn_has_the_weights_of_what_it_was_shown():
     ]
     weights, unattributed = turn_alphas(ECHO, turns)
     assert unattributed == 0
-    assert merge_turns(turns, weights)[0].alphas == [None, None, None, 0.5, None]
+    assert repr(merge_turns(turns, weights)[0].echo_alpha) == "[nan, nan, nan, 0.5, nan]"
 
 
 @pytest.mark.parametrize("attributions", [None, [], [USER, TOOL]])
@@ -112,6 +120,33 @@ def test_experts_of_several_turns_are_those_each_token_was_read_with():
     second = turn([1, 2, 3, 4, 5], [6], routed_experts=np.array([[21]] * 3 + [[14], [15], [0]]))
     [sequence] = merge_turns([first, second])
     assert sequence.routed_experts.tolist() == [[11], [12], [13], [14], [15], [0]]
+
+
+@pytest.mark.parametrize(
+    ("covers", "lag", "merged"),
+    [
+        ("completion", 0, [3, 4, -7, 6]),
+        ("tokens", 0, [1, 2, 3, 4, 50, 60]),
+        ("tokens", 2, [1, 2, 30, 40, 50, 60]),
+    ],
+)
+def test_a_column_of_ones_own_is_merged_as_it_is_declared(monkeypatch, covers, lag, merged):
+    """What is known of a token stays, but for the last `lag` tokens of a turn."""
+    monkeypatch.delitem(COLUMNS, "rating", raising=False)
+    declare(Column("rating", "int32", -7, covers, lag=lag))
+    monkeypatch.setitem(COLUMNS, "rating", COLUMNS["rating"])  # undone by the test's end
+    whole = covers == "tokens"
+    first = turn([1, 2], [3, 4], rating=[1, 2, 3, 4] if whole else [3, 4])
+    second = turn([1, 2, 3, 4, 5], [6], rating=[10, 20, 30, 40, 50, 60] if whole else [6])
+    [sequence] = merge_turns([first, second])
+    assert sequence.rating == merged
+    # A turn without the column has padding in its place, also if it comes first.
+    [late] = merge_turns([turn([1, 2], [3, 4]), second])
+    assert late.rating == ([10, 20, 30, 40, 50, 60] if whole else [-7, -7, -7, 6])
+    [early] = merge_turns([first, turn([1, 2, 3, 4, 5], [6])])
+    assert early.rating == ([1, 2, 3, 4, -7, -7] if whole else [3, 4, -7, -7])
+    with pytest.raises(ValueError, match=r"rating has 1 values for \d tokens"):
+        merge_turns([turn([1, 2], [3, 4], rating=[9])])
 
 
 FILTERED = EchoConfig(tool=ToolEcho(), filter="shutil:which")

@@ -24,8 +24,8 @@ def make_stream(
     def start(index):
         if ("start", index) in plays:
             raise plays["start", index]
-        log.append(("start", index, stream.version, asyncio.get_running_loop().time()))
-        return SimpleNamespace(index=index, version=stream.version)
+        log.append(("start", index, stream.steps_done, asyncio.get_running_loop().time()))
+        return SimpleNamespace(index=index, version=stream.steps_done)
 
     async def logged(work):
         how = plays.get(work.index, delay)
@@ -38,10 +38,14 @@ def make_stream(
             raise
         log.append(("end", work.index))
 
+    async def played(work):
+        await (play or logged)(work)
+        return work
+
     stream = RolloutStream(
         config,
         start=start,
-        play=play or logged,
+        play=played,
         useful=useful and (lambda work: useful(work.index)),
         first_step=first_step,
         end_step=end_step,
@@ -130,7 +134,7 @@ def test_dynamic_sampling_goes_on_until_enough_are_useful_or_all_are_tried(usefu
     assert run(train(stream, 2)) == batches
     tried = starts(stream)
     assert len(tried) == len(set(tried)) <= 10
-    dropped = stream.take_untrained()
+    dropped = stream.take_discarded()
     assert {end.kind for end in dropped} <= {"dropped"}
     assert len(dropped) == stream.counts["dropped"] == len(tried) - sum(map(len, batches))
 
@@ -145,7 +149,7 @@ def test_oversampling_cancels_the_slowest_when_the_step_is_full():
     batches, seconds = run(main())
     # Step 1 has indices 3, 4 and 5, all of them in time: the first two are taken.
     assert (batches, seconds) == ([[1, 2], [3, 4]], 2.0)
-    assert [(end.index, end.step, end.kind, end.reason) for end in stream.take_untrained()][:2] == [
+    assert [(end.index, end.step, end.kind, end.reason) for end in stream.take_discarded()][:2] == [
         (0, 0, "cancelled", "step 0 had enough groups without it"),
         (5, 1, "cancelled", "step 1 had enough groups without it"),
     ]
@@ -160,13 +164,13 @@ def test_a_failed_group_is_recorded_once_and_replaced(ahead):
     stream = make_stream(plays, prompts_per_step=2, max_offpolicy_steps=ahead, end_step=3)
     spare = SPARES + SPARES_PER_STEP + 1
     assert run(train(stream, 3)) == [[1, SPARES], [2, spare], [4, 5]]
-    ends = {end.index: (end.step, end.kind, end.reason) for end in stream.take_untrained()}
+    ends = {end.index: (end.step, end.kind, end.reason) for end in stream.take_discarded()}
     assert ends == {
         0: (0, "failed", "ValueError: no reward"),
         3: (1, "timed_out", "took longer than 100 s"),
         SPARES + SPARES_PER_STEP: (1, "failed", "TimeoutError: its own"),
     }
-    assert stream.take_untrained() == []
+    assert stream.take_discarded() == []
     assert (stream.counts["failed"], stream.counts["timed_out"]) == (2, 1)
     assert ("cancelled", 3) in stream.log
 
@@ -179,7 +183,7 @@ def test_a_straggler_that_had_failed_by_itself_is_a_failure():
 
     stream = make_stream(play=play, prompts_per_step=1, oversample=1)
     assert run(train(stream, 1))[0] == [0]
-    assert stream.take_untrained()[0].kind == "failed"
+    assert stream.take_discarded()[0].kind == "failed"
 
 
 def test_a_group_that_was_done_when_the_loop_came_to_its_timeout_was_in_time():
@@ -309,7 +313,7 @@ def test_the_deadline_says_who_waits_for_what():
         stream = make_stream(plays, prompts_per_step=2, deadline_seconds=250, first_step=4)
         message = (
             "step 4 waited 250 s: 1 of 2 groups are ready, 4 were started, 2 failed, and 1 run: "
-            "group spare-4-1 for 50.0 s (started at version 4)"
+            "group spare-4-1 for 50.0 s (started after 4 steps)"
         )
         with pytest.raises(TimeoutError, match=re.escape(message)):
             await stream.batch(4)
@@ -318,12 +322,12 @@ def test_the_deadline_says_who_waits_for_what():
     run(main())
 
 
-def test_the_deadline_names_a_version_that_never_comes():
+def test_the_deadline_names_a_step_that_is_never_done():
     async def main():
         stream = make_stream(prompts_per_step=2, max_offpolicy_steps=1, first_step=4)
         await stream.batch(4)
         await stream.batch(5)
-        with pytest.raises(TimeoutError, match="groups start at version 5, and the version is 4"):
+        with pytest.raises(TimeoutError, match="groups start after 5 steps, and 4 are done"):
             await stream.batch(6)
         stream.advance(5)
         assert len(await stream.batch(6)) == 2
@@ -348,7 +352,7 @@ def test_calls_out_of_order_are_refused():
         stream = make_stream(prompts_per_step=1, end_step=1)
         with pytest.raises(ValueError, match="step 1 is not next"):
             await stream.batch(1)
-        with pytest.raises(ValueError, match="version 1 cannot follow version 0"):
+        with pytest.raises(ValueError, match="1 steps cannot be done after 0"):
             stream.advance(1)
         first = asyncio.ensure_future(stream.batch(0))
         await asyncio.sleep(0)

@@ -75,7 +75,7 @@ def open_stream(world):
     room = asyncio.Semaphore(world.engine) if world.engine else nullcontext()
 
     def start(index):
-        world.started.append(Work(index, stream.version))
+        world.started.append(Work(index, stream.steps_done))
         check(stream, starting=1)
         world.log.append((asyncio.get_running_loop().time(), "start", index))
         return world.started[-1]
@@ -91,6 +91,7 @@ def open_stream(world):
         world.log.append((asyncio.get_running_loop().time(), fate, work.index))
         if fate == "failed":
             raise ValueError(f"group {work.index}")
+        return work
 
     stream = RolloutStream(
         world.config,
@@ -112,7 +113,7 @@ def check(stream, starting=0):
     ended = sum(stream.counts.values())
     assert stream.started == stream.running + stream.waiting + ended
     assert stream.started + starting == len(world.started)
-    steps = config.max_offpolicy_steps + stream.version + 1 - world.first_step
+    steps = config.max_offpolicy_steps + stream.steps_done + 1 - world.first_step
     live = stream.counts["trained"] + stream.waiting + stream.running + starting
     in_flight = (config.max_offpolicy_steps + 1) * config.oversample
     assert live <= steps * config.prompts_per_step + in_flight
@@ -140,12 +141,12 @@ async def closed(stream, batches):
     check(stream)
     assert (stream.running, stream.waiting) == (0, 0)
     trained = [work for batch in batches for work in batch]
-    untrained = stream.take_untrained()
-    ends = [*trained, *(end.work for end in untrained)]
+    discarded = stream.take_discarded()
+    ends = [*trained, *(end.work for end in discarded)]
     assert len(ends) == len(set(map(id, ends))) == stream.started
     assert set(map(id, ends)) == set(map(id, stream.world.started))
     assert len({work.index for work in ends}) == len(ends)
-    for end in untrained:
+    for end in discarded:
         fate = stream.world.fate(end.index)[0]
         assert end.reason
         if end.kind in ("failed", "dropped"):
@@ -155,7 +156,7 @@ async def closed(stream, batches):
         else:
             assert end.kind == "cancelled"
     for kind in ("dropped", "failed", "timed_out", "cancelled"):
-        assert stream.counts[kind] == sum(end.kind == kind for end in untrained)
+        assert stream.counts[kind] == sum(end.kind == kind for end in discarded)
     assert stream.counts["trained"] == len(trained)
     stopped = stream.started
     await asyncio.sleep(1000)

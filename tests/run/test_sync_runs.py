@@ -85,10 +85,10 @@ async def test_an_evaluation_waits_for_the_newest_weights(tmp_path, tiny_model):
     async def watch(controller):
         evaluate = controller.roll_out
 
-        async def roll_out(groups):
-            if groups is controller.heldout:
+        async def roll_out(prompts):
+            if prompts is controller.heldout:
                 seen.append((controller.policy_version, controller.sync.version))
-            await evaluate(groups)
+            return await evaluate(prompts)
 
         controller.roll_out = roll_out
         await asyncio.Event().wait()

@@ -189,11 +189,11 @@ def test_the_trainer_alone_makes_the_same_model_of_the_saved_rollouts(
         for _, record in tokens:
             rollout = sampled[record["name"]]
             [sequence] = rollout["sequences"]
-            prompt = len(sequence["prompt_ids"])
-            assert record["ids"] == sequence["prompt_ids"] + sequence["ids"]
-            assert record["rl"] == [0] * prompt + [1] * len(sequence["ids"])
-            assert record["advantages"][prompt:] == pytest.approx(
-                [rollout["advantage"]] * len(sequence["ids"])
+            prompt = len(sequence["prompt_token_ids"])
+            assert record["tokens"] == sequence["prompt_token_ids"] + sequence["token_ids"]
+            assert record["rl"] == [0] * prompt + [1] * len(sequence["token_ids"])
+            assert record["advantage"][prompt:] == pytest.approx(
+                [rollout["advantage"]] * len(sequence["token_ids"])
             )
             assert record["trainer_logprobs"][prompt:] == pytest.approx(
                 sequence["logprobs"], abs=1e-4

@@ -80,14 +80,14 @@ class SyntheticRun:
         talk, expected = (_calculation if prompt % 2 else _sum)(question, correct)
         sequence = self._sequence(step, talk)
         return {
-            "schema": 1,
+            "schema": 2,
             **{"step": step, "split": split, "task": task, "group": group, "sample": sample},
             **{"reward": reward, "correct": correct},
             "reward_parts": {"exact": float(correct), "format": round(reward - correct, 3)},
             "advantage": reward - skill if split == "train" else None,
             "status": self.random.choice(["finished"] * 9 + ["truncated"]),
             **{"failure": "", "turns": 1 + prompt % 2},
-            "tokens": sum(version >= 0 for version in sequence["versions"]),
+            "tokens": sum(version >= 0 for version in sequence["token_versions"]),
             "tool_calls": ["ok"] * (prompt % 2),
             **{"policy_version": step, "newest_version": step, "temperature": 1.0},
             "seconds": {"generate": self.random.uniform(0.2, 0.9), "respond": 0.0, "grade": 0.01},
@@ -115,12 +115,13 @@ class SyntheticRun:
         pull = self.random.randrange(start, len(ids)) if step else len(ids)
         said = list(zip(sampled, range(len(ids)), strict=True))[start:]
         return {
-            **{"prompt_ids": ids[:start], "ids": ids[start:]},
-            "logprobs": [round(-self.random.expovariate(3), 4) if s else None for s, _ in said],
-            "versions": [(step if i < pull else step + 1) if s else -1 for s, i in said],
-            "mask": [int(s) for s in sampled],
-            "alphas": [0.05 if i > start and not s else None for i, s in enumerate(sampled)],
-            "experts": None,
+            **{"prompt_token_ids": ids[:start], "token_ids": ids[start:]},
+            "token_logprobs": [
+                round(-self.random.expovariate(3), 4) if s else None for s, _ in said
+            ],
+            "token_versions": [(step if i < pull else step + 1) if s else -1 for s, i in said],
+            "loss_mask": [int(s) for s in sampled],
+            "echo_alpha": [0.05 if i > start and not s else None for i, s in enumerate(sampled)],
         }
 
     def _metrics(self, step: int, records: list[dict[str, Any]]) -> None:
@@ -161,8 +162,8 @@ def write_lines(path: Path, records: list[dict[str, Any]]) -> None:
 def export_of(record: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     """What a trainer would have computed for a rollout's first sequence."""
     [sequence] = record["sequences"]
-    ids = sequence["prompt_ids"] + sequence["ids"]
-    generator = [None] * len(sequence["prompt_ids"]) + sequence["logprobs"]
+    ids = sequence["prompt_token_ids"] + sequence["token_ids"]
+    generator = [None] * len(sequence["prompt_token_ids"]) + sequence["token_logprobs"]
     trainer = [None if g is None else g + rng.gauss(0, 0.05) for g in generator]
     ratios = [
         math.nan if g is None or t is None else math.exp(t - g)
@@ -170,13 +171,13 @@ def export_of(record: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     ]
     ratios = [None if math.isnan(ratio) else ratio for ratio in ratios]
     return {
-        **{"schema": 1, "step": record["step"], "rank": 0},
+        **{"schema": 2, "step": record["step"], "rank": 0},
         "name": f"{record['group']}/{record['sample']}/0",
-        **{"ids": ids, "positions": list(range(len(ids)))},
-        "rl": sequence["mask"],
-        "echo": [int(alpha is not None) for alpha in sequence["alphas"]],
-        "advantages": [record["advantage"] if rl else None for rl in sequence["mask"]],
-        **{"generator_logprobs": generator, "trainer_logprobs": trainer},
+        **{"tokens": ids, "positions": list(range(len(ids)))},
+        "rl": sequence["loss_mask"],
+        "echo": [int(alpha is not None) for alpha in sequence["echo_alpha"]],
+        "advantage": [record["advantage"] if rl else None for rl in sequence["loss_mask"]],
+        **{"token_logprobs": generator, "trainer_logprobs": trainer},
         "entropies": [None if g is None else rng.random() for g in generator],
         "ratios": ratios,
         "mismatches": [None if ratio is None else abs(math.log(ratio)) for ratio in ratios],

@@ -78,7 +78,7 @@ def evil_records(run: SyntheticRun) -> list[dict]:
     changed = {"task": "evil", "group": EVIL, "messages": talk, "state": {EVIL: EVIL}}
     changed |= {"failure": EVIL, "status": "time_limit", "sequences": []}
     ids = run.tokenizer.encode(EVIL.replace("\ud800", "")).ids
-    tokens = {"group": "evil/0", "sequences": [{"prompt_ids": [], "ids": ids}]}
+    tokens = {"group": "evil/0", "sequences": [{"prompt_token_ids": [], "token_ids": ids}]}
     return [{**record, **changed}, {**record, **changed, **tokens}]
 
 
@@ -170,7 +170,7 @@ def test_a_rollout_is_opened_and_its_tokens_coloured(opened):
     colours(page, "rl")
     [rl, echo] = [page.each(f".{who} .t", BACKGROUND)[1] for who in ("assistant", "environment")]
     assert len({rl, echo, "rgba(0, 0, 0, 0)"}) == 3
-    colours(page, "generator_logprob")
+    colours(page, "token_logprobs")
     page.hover(".assistant .t:nth-child(3)")
     tip = page.text("#tip")
     for name in ("advantage", "trainer logprob", "ratio", "entropy", "policy version", "mask"):

@@ -188,17 +188,18 @@ def test_tokens_have_columns_of_one_length(tmp_path):
     run = SyntheticRun(tmp_path / "run")
     record = run.record(3, 1, 0)
     [sequence] = record["sequences"]
-    length = len(sequence["prompt_ids"]) + len(sequence["ids"])
+    length = len(sequence["prompt_token_ids"]) + len(sequence["token_ids"])
     plain = token_columns(sequence, 0.5, None)
     rich = token_columns(sequence, 0.5, export_of(record, run.random))
     for columns in (plain, rich):
+        assert columns.pop("own") == []
         assert {len(v) for v in columns.values() if isinstance(v, list)} == {length}
     assert {a for a, m in zip(plain["advantage"], plain["rl"], strict=True) if m} == {0.5}
     assert not plain["exported"]
     assert rich["exported"]
-    assert "ratio" in rich
-    other = {**export_of(record, run.random), "ids": [1] * length}
-    assert token_columns(sequence, 0.5, other) == plain
+    assert "ratios" in rich
+    other = {**export_of(record, run.random), "tokens": [1] * length}
+    assert token_columns(sequence, 0.5, other) == {**plain, "own": []}
     turns = segments(plain, record["messages"])
     assert [turn["who"] for turn in turns] == ["prompt", "assistant", "tool", "assistant"]
     assert turns[0]["start"] == 0
@@ -208,13 +209,16 @@ def test_tokens_have_columns_of_one_length(tmp_path):
 @unhurried
 @given(
     st.dictionaries(
-        st.sampled_from(["prompt_ids", "ids", "logprobs", "versions", "mask"]), ANYTHING
+        st.sampled_from(
+            ["prompt_token_ids", "token_ids", "token_logprobs", "token_versions", "loss_mask"]
+        ),
+        ANYTHING,
     )
 )
 def test_a_sequence_may_hold_anything(sequence):
     columns = token_columns(sequence, None, sequence)
     turns = segments(columns, [None, {"role": 3}])
-    assert sum(turn["end"] - turn["start"] for turn in turns) == len(columns["ids"])
+    assert sum(turn["end"] - turn["start"] for turn in turns) == len(columns["tokens"])
 
 
 def test_runs_are_found_by_what_they_write(tmp_path):

@@ -151,7 +151,9 @@ def test_spans_of_a_window(client):
     assert some["spans"] == [s for s in every["spans"] if s[2] <= 2 and s[2] + s[3] >= 1]
 
 
-@pytest.mark.parametrize("values", [{}, {"reward_parts": [1]}, {"sequences": [3, {"ids": "x"}]}])
+@pytest.mark.parametrize(
+    "values", [{}, {"reward_parts": [1]}, {"sequences": [3, {"token_ids": "x"}]}]
+)
 def test_a_dropped_or_odd_rollout_can_be_shown(client, run, values):
     record = {"split": "dropped", "status": "failed", "failure": "it died", "reward": None}
     write_lines(run.folder / "rollouts/step-000099.jsonl", [{**record, **values}])

@@ -320,9 +320,9 @@ def _inputs(predicted: "Predicted") -> LossInputs:
     return LossInputs(
         logprobs=logprobs,
         old_logprobs=streams.get("old_logprobs", logprobs.detach()),
-        advantages=streams["advantages"],
-        weights=streams["weights"],
+        advantages=streams["advantage"],
+        weights=streams["weight"],
         sequence_ids=predicted.sequence_ids,
-        generator_logprobs=streams.get("generator_logprobs"),
+        generator_logprobs=streams.get("token_logprobs"),
         ref_logprobs=streams.get("ref_logprobs"),
     )

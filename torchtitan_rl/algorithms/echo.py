@@ -5,24 +5,11 @@ answers. The weight of a token is a stream of its own, `echo_alpha`, apart from 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-from torchtitan_rl.config.echo import EchoConfig, Role, RoleEcho, ToolEcho
+from torchtitan_rl.config.echo import EchoConfig, RoleEcho, ToolEcho
 from torchtitan_rl.core.errors import describe_error
 from torchtitan_rl.core.plugins import check_arguments, resolve
-
-
-@dataclass(frozen=True, slots=True)
-class Attribution:
-    """Origin of a token, from the renderer."""
-
-    role: Role
-    content: bool
-    """Whether the token belongs to the message's content, not to the chat format."""
-    tool_name: str | None = None
-    """Name of the tool whose result the token belongs to."""
-    sampled: bool = False
-    """Whether the model sampled the token in this turn."""
+from torchtitan_rl.core.types import Attribution
 
 
 def echo_alphas(

@@ -6,7 +6,6 @@ and ranks can change the result.
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 
 from torchtitan_rl.batching.schema import loss_mask
 from torchtitan_rl.core.types import Episode
@@ -37,4 +36,4 @@ def weigh(episodes: Sequence[Episode], reduction: str, *, fixed_length: int) -> 
             return tokens / (prompts * by_prompt[episode.group_id])
         return tokens / (trained * fixed_length)
 
-    return [replace(e, weight=weight(e, n)) for e, n in zip(episodes, lengths, strict=True)]
+    return [e.with_columns(weight=weight(e, n)) for e, n in zip(episodes, lengths, strict=True)]

@@ -1,45 +1,50 @@
-"""Every per-token stream of a microbatch.
+"""Every per-token stream of a microbatch: the tokens, which of them train, and all other columns.
 
-Streams are declared where their values are: on the fields of `Episode`, by `PerToken`. `FIELDS` is
-read off them, and everything else follows from `FIELDS`; nobody lists fields by hand.
+Streams are declared as columns (core/columns.py), by us or by whoever makes them. Slicing, packing,
+padding, validation and the all-padding cell follow from the declaration alone.
 """
 
 import math
-import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
-from torchtitan_rl.core.types import Covers, Episode, PerToken
+from torchtitan_rl.core.columns import COLUMNS, Column, columns_of
+from torchtitan_rl.core.types import Episode
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
     """One stream: a value, or a row of values, for each token."""
 
-    name: str
-    dtype: str
-    pad: Any
-    covers: Covers
+    column: Column
     of: Callable[[Episode], Any]
     """The episode's values, or None where it has none."""
-    attribute: str
-    """Of the episode; what is cut when the episode is."""
-    optional: bool = False
-    gaps: bool = False
-    """Whether an episode's values may be NaN, where a token has none."""
+    dtype: str
     shape: tuple[int, ...] = ()
     """Of one token's value."""
 
+    @property
+    def name(self) -> str:
+        return self.column.name
+
+    @property
+    def covers(self) -> str:
+        return self.column.covers
+
+    @property
+    def optional(self) -> bool:
+        return self.column.optional
+
+    @property
+    def gaps(self) -> bool:
+        return self.column.gaps
+
     def padding(self, tokens: int) -> np.ndarray:
         """The stream of so many tokens that are none."""
-        if self.pad == "distinct":
-            row = np.arange(self.shape[-1], dtype=self.dtype)
-            return np.broadcast_to(row, (tokens, *self.shape)).copy()
-        return np.full((tokens, *self.shape), self.pad, dtype=self.dtype)
+        return self.column.padding(tokens, self.shape, self.dtype)
 
 
 def loss_mask(episode: Episode) -> Sequence[bool]:
@@ -57,37 +62,31 @@ def loss_mask(episode: Episode) -> Sequence[bool]:
     return [m and math.isnan(a) for m, a in zip(mask, echo, strict=True)]
 
 
-def read_fields(episode_type: type[Episode] = Episode) -> tuple[Field, ...]:
-    """The tokens, which of them train, and whatever else the type declares `PerToken`."""
-    found = [
-        Field("tokens", "int64", 0, "tokens", lambda e: e.prompt_token_ids + e.token_ids, ""),
-        Field("loss_mask", "bool", False, "tokens", loss_mask, "loss_mask"),
-    ]
-    for attribute, hint in typing.get_type_hints(episode_type, include_extras=True).items():
-        for declared in getattr(hint, "__metadata__", ()):
-            if isinstance(declared, PerToken):
-                found.append(
-                    Field(
-                        declared.stream,
-                        declared.dtype,
-                        declared.pad,
-                        declared.covers,
-                        attrgetter(attribute),
-                        attribute,
-                        optional=type(None) in typing.get_args(hint.__origin__),
-                        gaps=declared.gaps,
-                    )
-                )
-    return tuple(found)
+TOKENS = Column("tokens", "int64", 0, "tokens", made_by="rollout", optional=False)
+"""The ids of prompt and completion."""
+_COMPUTED: dict[str, Callable[[Episode], Any]] = {
+    "tokens": lambda episode: episode.prompt_token_ids + episode.token_ids,
+    "loss_mask": loss_mask,
+}
+"""Streams that every episode has, whether or not it was given the column."""
 
 
-FIELDS = read_fields()
+def fields() -> tuple[Field, ...]:
+    """The tokens, which of them train, and whatever else is declared."""
+    return tuple(
+        Field(column, _COMPUTED.get(column.name) or _reader(column.name), column.dtype)
+        for column in (TOKENS, *COLUMNS.values())
+    )
 
 
-def present_fields(episodes: Sequence[Episode], fields: Sequence[Field] = FIELDS) -> list[Field]:
+def _reader(name: str) -> Callable[[Episode], Any]:
+    return lambda episode: episode.columns.get(name)
+
+
+def present_fields(episodes: Sequence[Episode]) -> list[Field]:
     """The fields this batch carries: the required ones, and the optional ones its episodes have."""
     present = []
-    for field in fields:
+    for field in fields():
         missing = [e for e in episodes if field.of(e) is None] if field.optional else []
         if not missing:
             present.append(_as_in(episodes[0], field))
@@ -107,15 +106,20 @@ def _as_in(episode: Episode, field: Field) -> Field:
     return replace(field, dtype=values.dtype.name, shape=values.shape[1:])
 
 
-def truncate(episode: Episode, length: int, fields: Sequence[Field] = FIELDS) -> Episode:
+def truncate(episode: Episode, length: int) -> Episode:
     """The first `length` tokens of an episode; its prompt must fit."""
     completion = length - len(episode.prompt_token_ids)
-    shorter: dict[str, Any] = {"token_ids": episode.token_ids[:completion]}
-    for field in fields:
-        values = getattr(episode, field.attribute) if field.attribute else None
-        if values is not None and field.covers != "episode":
-            shorter[field.attribute] = values[: length if field.covers == "tokens" else completion]
-    return replace(episode, **shorter)
+    kept = {"tokens": length, "completion": completion}
+    shorter = {
+        column.name: values[: kept[column.covers]]
+        for column, values in columns_of(episode.columns)
+        if column.covers in kept
+    }
+    return replace(
+        episode,
+        token_ids=episode.token_ids[:completion],
+        columns={**episode.columns, **shorter},
+    )
 
 
 def describe(episode: Episode) -> str:

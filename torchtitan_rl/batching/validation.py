@@ -6,7 +6,7 @@ from itertools import chain
 
 import numpy as np
 
-from torchtitan_rl.batching.schema import FIELDS, Field, describe, loss_mask
+from torchtitan_rl.batching.schema import Field, describe, fields, loss_mask
 from torchtitan_rl.core.experts import Experts
 from torchtitan_rl.core.types import Episode
 
@@ -19,22 +19,23 @@ def validate(
     experts: Experts | None = None,
 ) -> None:
     """Refuse what would fail, or quietly mistrain, on a rank."""
+    declared = fields()
     for episode in episodes:
         _refuse(
             episode,
             _structure(episode, vocab_size, version),
-            *(_values(episode, field) for field in FIELDS),
+            *(_values(episode, field) for field in declared),
             _routing(episode, experts),
         )
 
 
 def require(episodes: Sequence[Episode], needs: Mapping[str, str]) -> None:
-    """Refuse episodes without the optional fields in `needs`, each named with its setting."""
+    """Refuse episodes without the columns in `needs`, each named with its setting."""
+    needed = [field for field in fields() if field.name in needs]
     for episode in episodes:
-        for field in FIELDS:
-            if field.name in needs:
-                missing = _missing(episode, field, needs[field.name])
-                _refuse(episode, missing, _values(episode, field))
+        for field in needed:
+            missing = _missing(episode, field, needs[field.name])
+            _refuse(episode, missing, _values(episode, field))
 
 
 def _refuse(episode: Episode, *problems: Iterator[str]) -> None:
@@ -68,12 +69,15 @@ def _values(episode: Episode, field: Field) -> Iterator[str]:
         return
     if field.covers == "episode":
         if not math.isfinite(values):
-            yield f"the {field.attribute} is {values}"
+            yield f"the {field.name} is {values}"
         return
     tokens = episode.length if field.covers == "tokens" else len(episode.token_ids)
     if len(values) != tokens:
         yield f"{field.name} has {len(values)} values for {tokens} tokens"
-    if not field.dtype.startswith("float") or math.isfinite(sum(values)):
+    if not field.dtype.startswith("float"):
+        return
+    total = values.sum() if isinstance(values, np.ndarray) else sum(values)
+    if math.isfinite(total):
         return  # as nearly always; a sum is quick, and not finite if a value is not
     finite = np.isfinite(values)
     if field.gaps:

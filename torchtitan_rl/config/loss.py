@@ -128,9 +128,9 @@ class LossConfig:
             generator_logprobs = self.built_in.needs_generator_logprobs
         found = {}
         for setting, on, name in (
-            ("correction", self.correction.on, "generator_logprobs"),
-            ("rollout_kl", self.rollout_kl.on, "generator_logprobs"),
-            (f"name {self.name}", generator_logprobs, "generator_logprobs"),
+            ("correction", self.correction.on, "token_logprobs"),
+            ("rollout_kl", self.rollout_kl.on, "token_logprobs"),
+            (f"name {self.name}", generator_logprobs, "token_logprobs"),
             ("ref_kl", self.ref_kl.on, "ref_logprobs"),
         ):
             if on:

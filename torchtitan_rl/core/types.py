@@ -1,51 +1,117 @@
-"""What passes from stage to stage of a step: Completion, Rollout, ScoredCompletion, Episode."""
+"""What passes from stage to stage of a step: Completion, Rollout, ScoredCompletion, Episode.
 
-import math
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+Each stage takes a value and returns a new one; no stage changes what an earlier one has made.
+"""
+
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any, Literal, Self
 
 import numpy as np
+
+from torchtitan_rl.core.columns import COLUMNS, checked
+
+_UNSET: Any = object()
+"""A keyword that was not given; None leaves a column out."""
 
 Message = dict[str, Any]
 """A chat message in OpenAI's form: `role`, `content`, and `tool_calls` or a tool's `name`."""
 
 FinishReason = Literal["stop", "length", "abort"]
-Status = Literal[
-    "finished", "truncated", "turn_limit", "token_limit", "time_limit", "environment_failed"
-]
-"""How a rollout ended: the model or its task had nothing to add; a completion was cut off at
-`max_tokens`; a limit of `RolloutConfig` was reached; the task's own `answer` failed."""
 Outcome = Literal["ok", "malformed", "unknown", "raised", "timed_out"]
 """What became of a tool call: `malformed` in its form or its arguments, of an `unknown` tool."""
-Covers = Literal["tokens", "completion", "episode"]
+Role = Literal["system", "user", "assistant", "tool"]
 
 
-@dataclass(frozen=True, slots=True)
-class PerToken:
-    """Declares that a field of an Episode becomes a stream with a value for each token of a
-    microbatch. Slicing, packing, padding and the all-padding cell follow from this alone.
+class Status(StrEnum):
+    """How a rollout ended. Six ways are the end of a conversation, which is graded; the others say
+    why it came to nothing."""
 
-    A field that may be None is optional: all episodes of a batch have it, or none.
+    FINISHED = "finished"
+    """The model, or its task, had nothing to add."""
+    TRUNCATED = "truncated"
+    """A completion was cut off at `max_tokens`."""
+    TURN_LIMIT = "turn_limit"
+    """The model had as many turns as `rollout.max_turns` allows."""
+    TOKEN_LIMIT = "token_limit"
+    """The conversation has as many tokens as `rollout.max_tokens` allows."""
+    TIME_LIMIT = "time_limit"
+    """The conversation has lasted as long as `rollout.max_seconds` allows."""
+    ENVIRONMENT_FAILED = "environment_failed"
+    """The task's own `answer` failed."""
+    FAILED = "failed"
+    """A generator, a reward function or a renderer failed, or another sample of a group that is
+    scored as a whole."""
+    EMPTY = "empty"
+    """The generator sampled nothing."""
+    TIMED_OUT = "timed_out"
+    """The group took longer than `rollout.timeout_seconds`."""
+    CANCELLED = "cancelled"
+    """The step had enough groups without it, or the run ended."""
 
-    Example:
-        prices: Annotated[list[float] | None, PerToken("prices", "float32", 0.0, "tokens")] = None
+    @property
+    def ended(self) -> bool:
+        """Whether the conversation came to an end, and is graded."""
+        return self not in _CAME_TO_NOTHING
+
+
+_CAME_TO_NOTHING = frozenset({Status.FAILED, Status.EMPTY, Status.TIMED_OUT, Status.CANCELLED})
+ENDS: tuple[Status, ...] = tuple(status for status in Status if status.ended)
+"""The ways in which a conversation ends, in the order of the metrics."""
+
+
+class WithColumns:
+    """Tokens with columns: whatever is known of each token, by the name of its declaration.
+
+    A column is read as an attribute, and is None where it is absent.
     """
 
-    stream: str
-    """Its name in a microbatch."""
-    dtype: str
-    pad: int | float | bool | Literal["distinct"]
-    """The value where there is none: in padding, and in the prompt if it covers the completion.
-    `distinct`: 0, 1, 2, ... along the last axis."""
-    covers: Covers
-    """A value for each token of prompt and completion, for each of the completion, or one for all
-    tokens of the episode."""
-    gaps: bool = False
-    """Whether an episode's values may be NaN, where a token has none."""
+    __slots__ = ()
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    columns: dict[str, Any]
+
+    def __getattr__(self, name: str) -> Any:
+        # Only for names that are no attribute: columns that somebody else has declared.
+        if name in COLUMNS:
+            return self.columns.get(name)
+        raise AttributeError(f"{type(self).__name__!r} has no attribute and no column {name!r}")
+
+    def with_columns(self, **columns: Any) -> Self:
+        """A copy with these columns in place of its own; None leaves a column out.
+
+        Example:
+            episode.with_columns(ref_logprobs=[-0.1, -0.7])
+        """
+        return replace(self, columns={**self.columns, **columns})  # type: ignore[type-var]
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and completion."""
+        return len(self.prompt_token_ids) + len(self.token_ids)
+
+    @property
+    def token_logprobs(self) -> list[float] | None:
+        """log p(token) of each of `token_ids` under the distribution that was sampled from, i.e.
+        after temperature; None when `SamplingConfig.logprobs` is off, and for demonstrations."""
+        return self.columns.get("token_logprobs")
+
+    @property
+    def token_versions(self) -> list[int] | None:
+        """The weights that sampled each of `token_ids`, -1 where none did; None in a Completion:
+        all by `policy_version`; in an Episode: a demonstration, which nobody sampled."""
+        return self.columns.get("token_versions")
+
+    @property
+    def routed_experts(self) -> np.ndarray | None:
+        """[prompt + completion tokens, layers with experts, top_k] experts the router chose,
+        numbered in uint8 (int16 beyond 256 experts); None unless
+        `EngineConfig.return_routed_experts`."""
+        return self.columns.get("routed_experts")
 
 
-@dataclass(slots=True)
-class Completion:
+@dataclass(slots=True, init=False)
+class Completion(WithColumns):
     """What the generator made of one prompt, and nothing more: no reward, no advantage, no group.
 
     Example:
@@ -60,59 +126,137 @@ class Completion:
     prompt_token_ids: list[int]
     text: str
     token_ids: list[int]
-    token_logprobs: list[float] | None
-    """log p(token) under the distribution that was sampled from, i.e. after temperature; None when
-    `SamplingConfig.logprobs` is off."""
     finish_reason: FinishReason
-    token_versions: list[int] | None = None
-    """The weights that sampled each token; None: all by `policy_version`."""
-    routed_experts: np.ndarray | None = None
-    """[prompt + completion tokens, layers with experts, top_k] experts the router chose, numbered
-    in uint8 (int16 beyond 256 experts); None unless `EngineConfig.return_routed_experts`."""
+    columns: dict[str, Any]
+    """Per-token data of the generator, by column; any column that is declared may be given by its
+    name as a keyword, too."""
+
+    def __init__(
+        self,
+        policy_version: int,
+        prompt_idx: int,
+        prompt_token_ids: list[int],
+        text: str,
+        token_ids: list[int],
+        token_logprobs: list[float] | None = _UNSET,
+        finish_reason: FinishReason = "stop",
+        *,
+        columns: dict[str, Any] | None = None,
+        **more: Any,
+    ) -> None:
+        self.policy_version, self.prompt_idx = policy_version, prompt_idx
+        self.prompt_token_ids, self.text, self.token_ids = prompt_token_ids, text, token_ids
+        self.finish_reason = finish_reason
+        if token_logprobs is not _UNSET:
+            more["token_logprobs"] = token_logprobs
+        self.columns = checked({**(columns or {}), **more})
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class Attribution:
+    """Origin of a token in a conversation, from the renderer."""
+
+    role: Role
+    content: bool
+    """Whether the token belongs to the message's content, not to the chat format."""
+    tool_name: str | None = None
+    """Name of the tool whose result the token belongs to."""
+    sampled: bool = False
+    """Whether the model sampled the token in this turn."""
+
+
+SAMPLED = Attribution("assistant", content=True, sampled=True)
+"""The attribution of every token of the model's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn of the model in a conversation: what the generator was shown and what it sampled.
+
+    Sampled tokens are never tokenised again: the prompt of the next turn holds them as they were.
+    """
+
+    completion: Completion
+    attributions: list[Attribution | None] | None = None
+    """Where each token of prompt and completion comes from; None when the renderer cannot say."""
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.completion.prompt_token_ids
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.completion.token_ids
+
+    @property
+    def length(self) -> int:
+        return self.completion.length
+
+
+@dataclass(frozen=True, slots=True)
 class Rollout:
-    """One sample of a prompt from start to end: a completion for each turn of the model, and the
-    conversation they make. A task without tools and answers has rollouts of one turn.
+    """One sample of a prompt from start to end: the turns of the model, and the conversation they
+    make. A task without tools and answers has rollouts of one turn.
 
     Reward functions get it; like a Completion, it has `text` and `token_ids`.
     """
 
-    completions: list[Completion]
-    """One for each turn."""
+    turns: list[Turn]
+    """The model's turns; completions may be given in their place."""
     messages: list[Message]
     """The whole conversation, from the prompt to the model's last words."""
-    status: Status
+    status: Status = Status.FINISHED
+    """How it ended."""
     state: dict[str, Any] = field(default_factory=dict)
     """What the task's tools have made of `Example.state`."""
     outcomes: list[Outcome] = field(default_factory=list)
-    """Of its tool calls, in order."""
+    """What became of its tool calls, in order."""
     failure: str = ""
-    """Why the environment failed, if it did."""
+    """Why it came to nothing, or why the environment failed, if one did."""
+    group_id: str = ""
+    """The prompt group it is a sample of."""
+    sample: int = 0
+    """Its number in the group."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """How long it waited in each phase: generate, respond, grade. Conversations that share a call
+    share its time."""
+
+    def __post_init__(self) -> None:
+        turns = [turn if isinstance(turn, Turn) else Turn(turn) for turn in self.turns]
+        object.__setattr__(self, "turns", turns)
+        object.__setattr__(self, "status", Status(self.status))
+
+    @property
+    def completions(self) -> list[Completion]:
+        """What was sampled in each turn."""
+        return [turn.completion for turn in self.turns]
 
     @property
     def text(self) -> str:
         """What the model said last."""
-        return self.completions[-1].text
+        return self.turns[-1].completion.text
 
     @property
     def token_ids(self) -> list[int]:
         """All tokens that were sampled."""
-        return [token for completion in self.completions for token in completion.token_ids]
+        return [token for turn in self.turns for token in turn.token_ids]
 
     @property
     def finish_reason(self) -> FinishReason:
-        """Of its last turn."""
-        return self.completions[-1].finish_reason
+        """The finish reason of its last turn."""
+        return self.turns[-1].completion.finish_reason
 
     @property
     def policy_version(self) -> int:
         """The oldest weights that sampled any of its tokens."""
-        return min(completion.policy_version for completion in self.completions)
+        return min(turn.completion.policy_version for turn in self.turns)
+
+    def failed(self, status: Status, reason: str) -> "Rollout":
+        """The rollout, with how and why it came to nothing."""
+        return replace(self, status=status, failure=reason)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class ScoredCompletion:
     """A sample and what the task's reward function said of it."""
 
@@ -124,52 +268,79 @@ class ScoredCompletion:
     """Named parts of the reward, for the log only."""
 
 
-@dataclass(slots=True)
-class Episode:
-    """The flat sample the trainer consumes: a completion's tokens and what to learn from them.
+@dataclass(slots=True, init=False)
+class Episode(WithColumns):
+    """The flat sample the trainer consumes: tokens, and in columns what to learn from them.
 
-    Flat and without inheritance, so an actor may attach metadata upstream that never gets here.
+    Flat and without a rollout in it, so an actor may attach metadata upstream that never gets here.
     """
 
     policy_version: int
     prompt_token_ids: list[int]
     token_ids: list[int]
-    token_logprobs: Annotated[
-        # NaN, so that reading a token that nobody sampled is seen, never averaged in.
-        list[float] | None,
-        PerToken("generator_logprobs", "float32", math.nan, "completion"),
-    ]
-    """Generator logprobs of `token_ids`; None for demonstrations, which nobody sampled."""
     reward: float
-    advantage: Annotated[float, PerToken("advantages", "float32", 0.0, "episode")]
     task: str
     group_id: str
-    temperature: Annotated[float, PerToken("temperatures", "float32", 1.0, "episode")] = 1.0
-    weight: Annotated[float, PerToken("weights", "float32", 0.0, "episode")] = 1.0
-    """Multiplies its loss; set by the reduction."""
-    token_versions: Annotated[
-        list[int] | None, PerToken("token_versions", "int32", -1, "completion")
-    ] = None
-    """The weights that sampled each of `token_ids`, -1 where none did; None for demonstrations."""
-    ref_logprobs: Annotated[
-        list[float] | None, PerToken("ref_logprobs", "float32", math.nan, "completion")
-    ] = None
-    """Logprobs of `token_ids` under the frozen reference model, when there is one."""
-    routed_experts: Annotated[
-        np.ndarray | None, PerToken("routed_experts", "uint8", "distinct", "tokens")
-    ] = None
-    """The experts each token went to in the generator, as in `Completion`; for router replay."""
-    echo_alpha: Annotated[
-        list[float] | None, PerToken("echo_alpha", "float32", math.nan, "tokens", gaps=True)
-    ] = None
-    """Weight of a token's cross-entropy beside RL; NaN where it has none. A token with a weight, be
-    it 0, is out of RL."""
-    name: str = ""
+    name: str
     """Of its sequence: `<group>/<sample>/<number>`; for the token export."""
-    loss_mask: list[bool] | None = None
-    """Which tokens of prompt and completion train by RL, unless they echo; None: all of
-    `token_ids`, none of the prompt."""
+    columns: dict[str, Any]
+    """Per-token data, by column; each may be given by its name as a keyword, too."""
+
+    def __init__(
+        self,
+        policy_version: int,
+        prompt_token_ids: list[int],
+        token_ids: list[int],
+        token_logprobs: list[float] | None = _UNSET,
+        reward: float = _UNSET,
+        advantage: float = _UNSET,
+        task: str = _UNSET,
+        group_id: str = _UNSET,
+        *,
+        name: str = "",
+        columns: dict[str, Any] | None = None,
+        **more: Any,
+    ) -> None:
+        self.policy_version = policy_version
+        self.prompt_token_ids, self.token_ids = prompt_token_ids, token_ids
+        self.reward, self.task, self.group_id, self.name = reward, task, group_id, name
+        for column, given in (("token_logprobs", token_logprobs), ("advantage", advantage)):
+            if given is not _UNSET:
+                more[column] = given
+        self.columns = checked({"temperature": 1.0, "weight": 1.0, **(columns or {}), **more})
+        needed = {"reward": reward, "task": task, "group_id": group_id}
+        missing = [field for field, given in needed.items() if given is _UNSET]
+        if missing or "advantage" not in self.columns:
+            raise TypeError(f"an Episode needs {', '.join(missing or ['advantage'])}")
 
     @property
-    def length(self) -> int:
-        return len(self.prompt_token_ids) + len(self.token_ids)
+    def advantage(self) -> float:
+        """What its tokens that train by RL are multiplied with."""
+        return self.columns["advantage"]
+
+    @property
+    def temperature(self) -> float:
+        """The temperature that it was sampled with."""
+        return self.columns["temperature"]
+
+    @property
+    def weight(self) -> float:
+        """Multiplies its loss; set by the reduction."""
+        return self.columns["weight"]
+
+    @property
+    def ref_logprobs(self) -> list[float] | None:
+        """Logprobs of `token_ids` under the frozen reference model, when there is one."""
+        return self.columns.get("ref_logprobs")
+
+    @property
+    def echo_alpha(self) -> list[float] | None:
+        """Weight of a token's cross-entropy beside RL; NaN where it has none. A token with a
+        weight, be it 0, is out of RL."""
+        return self.columns.get("echo_alpha")
+
+    @property
+    def loss_mask(self) -> list[bool] | None:
+        """Which tokens of prompt and completion train by RL, unless they echo; None: all of
+        `token_ids`, none of the prompt."""
+        return self.columns.get("loss_mask")

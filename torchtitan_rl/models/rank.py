@@ -111,13 +111,13 @@ class ModelRank:
         trains = _trained(cell)
         streams = {n: stream[trains].to(self.device) for n, stream in cell.streams.items()}
         # Echo tokens were not sampled, so there is no sampling temperature.
-        streams["temperatures"][cell.echoes[trains]] = 1.0
+        streams["temperature"][cell.echoes[trains]] = 1.0
         # Every predictor is among the computed tokens, which keep the order of the row.
         predictors = torch.searchsorted(where, predecessors(row)[trains])
         predictors, sequence_ids = (
             values.to(self.device) for values in (predictors, segment_ids(row)[trains])
         )
-        self.head.chosen = Chosen(predictors, streams["tokens"], streams["temperatures"])
+        self.head.chosen = Chosen(predictors, streams["tokens"], streams["temperature"])
         tokens, places = (
             t[where].unsqueeze(0).to(self.device) for t in (cell.streams["tokens"], positions(row))
         )

@@ -14,7 +14,7 @@ from torchtitan_rl.batching.documents import positions, segments
 from torchtitan_rl.batching.microbatch import Microbatch
 from torchtitan_rl.observability.json_lines import write_lines
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of the records; increases when a reader of older records would misread new ones."""
 
 HOLD_SECONDS = 0.2
@@ -93,7 +93,7 @@ def token_records(cell: Microbatch, known: Columns) -> Iterator[dict[str, Any]]:
     none. A prompt that several sequences share is repeated in each.
 
     Example:
-        {"name": "sums/train/7/3/0", "ids": [5, 9], "positions": [0, 1], "rl": [0, 1], ...}
+        {"name": "sums/train/7/3/0", "tokens": [5, 9], "positions": [0, 1], "rl": [0, 1], ...}
     """
     row = segments(cell.documents)
     columns = {column: values.tolist() for column, values in known.items()}
@@ -123,18 +123,18 @@ def token_columns(
     nothing = torch.full(rl.shape, torch.nan)
     trainer, entropy = nothing.clone(), nothing.clone()
     trainer[trained], entropy[trained] = logprobs.detach().cpu(), entropies.detach().cpu()
-    generator = streams.get("generator_logprobs", nothing)
+    generator = streams.get("token_logprobs", nothing)
     old = streams.get("old_logprobs", trainer)  # in the first update of a step, they are the same
     masked = torch.zeros(rl.shape, dtype=torch.int8)
     for sign, held in ((-1, output.low), (1, output.high)):
         if held is not None:
             masked[rl.nonzero().squeeze(-1)[held.cpu()]] = sign
     columns = {
-        "ids": streams["tokens"],
+        "tokens": streams["tokens"],
         "rl": rl.to(torch.int8),
         "echo": echo.to(torch.int8),
-        "advantages": torch.where(rl, streams["advantages"], nothing),
-        "generator_logprobs": generator,
+        "advantage": torch.where(rl, streams["advantage"], nothing),
+        "token_logprobs": generator,
         "trainer_logprobs": trainer,
         "entropies": entropy,
         "ratios": torch.where(rl, ratio_of(trainer - old), nothing),

@@ -1,7 +1,12 @@
-"""What the trainer learns from a step's rollouts. Pure."""
+"""What the trainer learns from a step's rollouts: scored groups to records, records to episodes.
+
+Pure functions: what a step trains on depends on nothing else, so that records which another run has
+saved make the same episodes.
+"""
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,9 +15,43 @@ from torchtitan_rl.algorithms.echo import call_filter
 from torchtitan_rl.config.advantage import AdvantageConfig
 from torchtitan_rl.config.echo import EchoConfig
 from torchtitan_rl.core.types import Episode, Rollout
-from torchtitan_rl.rollout.loop import Group
-from torchtitan_rl.rollout.sequences import NOBODY, TokenSequence, Turn, merge_turns, turn_alphas
+from torchtitan_rl.rollout.groups import ScoredGroup
+from torchtitan_rl.rollout.record import RolloutRecord, lost_records, rollout_of
+from torchtitan_rl.rollout.sequences import TokenSequence, merge_turns, turn_alphas
 from torchtitan_rl.tasks.task import is_heldout
+
+
+def annotate(
+    group: ScoredGroup, advantage: AdvantageConfig, *, untrained_share: float = 0.0
+) -> list[RolloutRecord]:
+    """The records of a group: each scored rollout with its advantage, its sequences to train on
+    with their echo weights, and whether it is in the untrained share; then those that were lost."""
+    if not group.scored:
+        return lost_records(group.prompt, group.lost)
+    prompt, records = group.prompt, []
+    advantages = group_advantages(advantage, group.scored, prompt.id)
+    for scored, value in zip(group.scored, advantages, strict=True):
+        rollout = rollout_of(scored)
+        sequences, unattributed = echoing_sequences(prompt.task.config.echo, rollout)
+        # By a hash, as held-out prompts are: no seed and no order decides.
+        measured = is_heldout(f"{prompt.id}/{rollout.sample}", untrained_share)
+        records.append(
+            RolloutRecord.of(
+                prompt,
+                rollout,
+                split="untrained" if measured else "train",
+                scored=scored,
+                advantage=value,
+                sequences=sequences,
+                unattributed=unattributed,
+            )
+        )
+    return records + lost_records(prompt, group.lost)
+
+
+def has_signal(records: Iterable[RolloutRecord]) -> bool:
+    """Whether a group has anything to learn from by RL: an advantage that is not 0."""
+    return any(record.advantage for record in records)
 
 
 @dataclass(slots=True)
@@ -20,65 +59,42 @@ class Batch:
     """The episodes of a step."""
 
     episodes: list[Episode] = field(default_factory=list)
-    heldout: list[Episode] = field(default_factory=list)
-    """Of rollouts that are measured and never trained on."""
+    untrained: list[Episode] = field(default_factory=list)
+    """Episodes of rollouts that are measured and never trained on."""
     unattributed: int = 0
     """Turns that do not echo, because the renderer could not say where their tokens come from."""
 
 
-def make_batch(
-    groups: Sequence[Group], advantage: AdvantageConfig, *, untrained_share: float = 0.0
-) -> Batch:
-    """Episodes of the groups' conversations. A group whose advantages are all 0 teaches nothing by
-    RL: only those of its tokens that echo are kept."""
-    batch = Batch()
-    for group in groups:
-        if not group.scored:
-            continue  # none of its rollouts came to anything
-        if not group.recorded:
-            batch.unattributed += judge(group, advantage, untrained_share=untrained_share)
-        rl = any(group.advantages)
-        for conversation, scored, value in zip(
-            group.conversations, group.scored, group.advantages, strict=True
-        ):
-            into = batch.heldout if conversation.heldout else batch.episodes
+def make_batch(records: Sequence[RolloutRecord]) -> Batch:
+    """The episodes of a step's records. A group whose advantages are all 0 has no signal for RL:
+    only those of its tokens that echo are kept."""
+    groups: defaultdict[str, list[RolloutRecord]] = defaultdict(list)
+    for record in records:
+        if record.split in ("train", "untrained"):
+            groups[record.group].append(record)
+    batch = Batch(unattributed=sum(r.unattributed for its in groups.values() for r in its))
+    for its in groups.values():
+        rl = has_signal(its)
+        for record in its:
+            into = batch.untrained if record.split == "untrained" else batch.episodes
             into += to_episodes(
-                conversation.samples or [],
-                name=f"{group.id}/{conversation.number}",
+                record.sequences,
+                name=f"{record.group}/{record.sample}",
                 rl=rl,
-                policy_version=conversation.rollout.policy_version,
-                reward=scored.reward,
-                advantage=value,
-                task=group.task.name,
-                group_id=group.id,
-                temperature=group.sampling.temperature,
+                policy_version=record.policy_version,
+                reward=record.reward,
+                advantage=record.advantage,
+                task=record.task,
+                group_id=record.group,
+                temperature=record.temperature,
             )
-    _level(batch.episodes + batch.heldout)
-    return batch
+    return _level(batch)
 
 
-def judge(group: Group, advantage: AdvantageConfig, *, untrained_share: float) -> int:
-    """Give the group its advantages, and its conversations their sequences; say which are held out.
-
-    Returns how many turns could not be attributed. The rollout log keeps all of this, so that a
-    batch can be made of it again.
-    """
-    group.advantages = group_advantages(advantage, group.scored, group.id)
-    unattributed = 0
-    for conversation in group.conversations:
-        conversation.samples, unknown = echoing_sequences(
-            group.task.config.echo, conversation.turns, conversation.rollout
-        )
-        unattributed += unknown
-        conversation.heldout = is_heldout(f"{group.id}/{conversation.number}", untrained_share)
-    return unattributed
-
-
-def echoing_sequences(
-    echo: EchoConfig | None, turns: Sequence[Turn], rollout: Rollout
-) -> tuple[list[TokenSequence], int]:
-    """The sequences of a conversation with their echo weights, and how many of its turns could not
-    be attributed."""
+def echoing_sequences(echo: EchoConfig | None, rollout: Rollout) -> tuple[list[TokenSequence], int]:
+    """The sequences of a rollout with their echo weights, and how many of its turns could not be
+    attributed."""
+    turns = rollout.turns
     if echo is None:
         return merge_turns(turns), 0
     allowed = call_filter(echo, rollout) if echo.filter and turns else None
@@ -87,44 +103,42 @@ def echoing_sequences(
 
 
 def to_episodes(
-    sequences: Sequence[TokenSequence], *, rl: bool, name: str = "", **of_all: Any
+    sequences: Sequence[TokenSequence], *, rl: bool, name: str = "", **shared: Any
 ) -> list[Episode]:
-    """An episode for each sequence that teaches something; without `rl`, only where it echoes.
+    """An episode for each sequence that there is something to learn from; without `rl`, only where
+    it echoes.
 
-    `name` is of the rollout; `of_all` are the fields that they share: task, advantage and so on.
+    `name` is that of the rollout; `shared` are fields that all of them have: task, advantage and so
+    on.
     """
-    episodes = []
-    for number, sequence in enumerate(sequences):
-        prompt = sequence.prompt_length
-        echoes = sequence.alphas.count(None) < len(sequence.alphas)
-        if not rl and not echoes:
-            continue
-        logprobs = sequence.logprobs[prompt:]
-        recorded = not all(map(math.isnan, logprobs))
-        sampled = sequence.versions.count(NOBODY) < len(sequence.versions)
-        episodes.append(
-            Episode(
-                name=f"{name}/{number}",
-                prompt_token_ids=sequence.ids[:prompt],
-                token_ids=sequence.ids[prompt:],
-                token_logprobs=logprobs if recorded else None,
-                token_versions=sequence.versions[prompt:] if sampled else None,
-                routed_experts=sequence.routed_experts,
-                echo_alpha=_gapped(sequence.alphas) if echoes else None,
-                loss_mask=sequence.sampled if rl else [False] * len(sequence.ids),
-                **of_all,
-            )
+    return [
+        Episode(
+            prompt_token_ids=sequence.prompt_token_ids,
+            token_ids=sequence.token_ids,
+            name=f"{name}/{number}",
+            columns=sequence.columns if rl else _without_rl(sequence),
+            **shared,
         )
-    return episodes
+        for number, sequence in enumerate(sequences)
+        if rl or sequence.echoes
+    ]
 
 
-def _gapped(alphas: Sequence[float | None]) -> list[float]:
-    return [math.nan if alpha is None else alpha for alpha in alphas]
+def _without_rl(sequence: TokenSequence) -> dict[str, Any]:
+    return {**sequence.columns, "loss_mask": [False] * sequence.length}
 
 
-def _level(episodes: Sequence[Episode]) -> None:
-    """A field is had by all episodes of a batch or by none: those that do not echo say so."""
-    if any(episode.echo_alpha is not None for episode in episodes):
-        for episode in episodes:
-            if episode.echo_alpha is None:
-                episode.echo_alpha = [math.nan] * episode.length
+def _level(batch: Batch) -> Batch:
+    """A column is had by all episodes of a batch or by none: those that do not echo say so."""
+    if all(episode.echo_alpha is None for episode in batch.episodes + batch.untrained):
+        return batch
+
+    def level(episodes: list[Episode]) -> list[Episode]:
+        return [
+            episode.with_columns(echo_alpha=[math.nan] * episode.length)
+            if episode.echo_alpha is None
+            else episode
+            for episode in episodes
+        ]
+
+    return Batch(level(batch.episodes), level(batch.untrained), batch.unattributed)

@@ -1,66 +1,102 @@
-"""What came to nothing: logged one by one, counted, and told to the person without a flood."""
+"""Rollouts that came to nothing: logged one by one, counted, and reported without a flood."""
 
 import re
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from torchtitan_rl.observability.console import console
 from torchtitan_rl.observability.run_folder import RunFolder
-from torchtitan_rl.rollout.metrics import CHOSEN, failure_metrics
-
-if TYPE_CHECKING:
-    from torchtitan_rl.rollout.loop import Failure, Group
+from torchtitan_rl.rollout.record import FailureKind, RolloutRecord
 
 LONGEST_REASON = 400
 """Characters of a reason on the console; the log has all of it."""
 
 
-class Failures:
-    """Notes failures, and warns of a reason once: later steps only count, at the end of their line.
+CHOSEN = ("dropped", "cancelled")
+"""Kinds of failures that are none: dynamic sampling and oversampling leave groups out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Rollouts of a group that came to nothing for one reason."""
+
+    task: str
+    group: str
+    kind: FailureKind
+    reason: str
+    rollouts: int
+    partial: bool = False
+    """Whether other rollouts of its group did not fail."""
+
+
+def failures_of(records: Iterable[RolloutRecord]) -> list[Failure]:
+    """Every rollout that came to nothing, in exactly one failure; by group, then reason."""
+    groups: defaultdict[str, list[RolloutRecord]] = defaultdict(list)
+    for record in records:
+        groups[record.group].append(record)
+    found = []
+    for name, its in groups.items():
+        reasons: defaultdict[tuple[FailureKind, str], int] = defaultdict(int)
+        for record in its:
+            if kind := record.failure_kind:
+                reasons[kind, record.failure] += 1
+        failed = sum(count for (kind, _), count in reasons.items() if kind not in CHOSEN)
+        found += [
+            Failure(its[0].task, name, kind, reason, count, partial=failed < len(its))
+            for (kind, reason), count in reasons.items()
+        ]
+    return found
+
+
+class FailureReporter:
+    """Logs failures, and warns of a reason once: later steps only count, at the end of their line.
 
     Example:
-        failures = Failures(folder, tasks=["sums"])
-        failures.of_step(3, groups)  # {"rollouts/failed/all": 4.0, "groups/dropped/all": 1.0, ...}
+        reporter = FailureReporter(folder)
+        failures = reporter.of_step(3, records)
+        failure_metrics(failures, ["sums"])  # {"rollouts/failed/all": 4.0, ...}
     """
 
-    def __init__(self, folder: RunFolder, tasks: Sequence[str]) -> None:
-        self._folder, self._tasks = folder, list(tasks)
-        self._said: set[tuple[str, str]] = set()
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._reported: set[tuple[str, str]] = set()
 
-    def of_step(self, step: int, groups: Sequence["Group"]) -> dict[str, float]:
-        """The metrics of what failed since the last step."""
-        failures = self._log(step, groups)
+    def of_step(self, step: int, records: Sequence[RolloutRecord]) -> list[Failure]:
+        """What failed since the last step."""
+        failures = self._log(step, records)
         if failed := [failure for failure in failures if failure.kind not in CHOSEN]:
             rollouts = sum(failure.rollouts for failure in failed)
             names = {failure.group for failure in failed}
             whose = f"{len(names)} groups" if len(names) > 1 else f"group {failed[0].group}"
             what = f"{rollouts} rollout{'s' * (rollouts > 1)} of {whose} failed"
             self._warn("step", what, failed)
-        return failure_metrics(failures, self._tasks)
+        return failures
 
-    def of_evaluation(self, step: int, groups: Sequence["Group"]) -> dict[str, float]:
+    def of_evaluation(self, step: int, records: Sequence[RolloutRecord]) -> dict[str, float]:
         """How many held-out prompts have no part in the evaluation, if any."""
-        failed = self._log(step, groups)
+        failed = self._log(step, records)
         if not failed:
             return {}
-        self._warn("evaluation", f"{len(failed)} of {len(groups)} held-out prompts failed", failed)
+        prompts = len({record.group for record in records})
+        self._warn("evaluation", f"{len(failed)} of {prompts} held-out prompts failed", failed)
         return {"rollouts/failed/evaluation": len(failed)}
 
-    def _log(self, step: int, groups: Sequence["Group"]) -> list["Failure"]:
-        failures = [failure for group in groups for failure in group.failures]
+    def _log(self, step: int, records: Sequence[RolloutRecord]) -> list[Failure]:
+        failures = failures_of(records)
         self._folder.log_failures(step, failures)
         return failures
 
-    def _warn(self, where: str, what: str, failures: Sequence["Failure"]) -> None:
-        """One line, of the first reason that is new there; none if they are all known. Another new
-        one is told when it comes again."""
+    def _warn(self, where: str, what: str, failures: Sequence[Failure]) -> None:
+        """Print one line with the first reason that is new there; none if they are all known.
+        Another new one is printed when it comes again."""
         reasons: dict[tuple[str, str], str] = {}
         for failure in failures:
             reasons.setdefault((where, likeness(failure)), failure.reason)
-        new = next((like for like in reasons if like not in self._said), None)
+        new = next((like for like in reasons if like not in self._reported), None)
         if new is None:
             return
-        self._said.add(new)
+        self._reported.add(new)
         reason = " ".join(reasons[new].split())
         if len(reason) > LONGEST_REASON:
             reason = f"{reason[:LONGEST_REASON]} …"
@@ -70,7 +106,7 @@ class Failures:
         console.print(f"warning: {what}: {reason}{others}; all are in {log}", markup=False)
 
 
-def likeness(failure: "Failure") -> str:
+def likeness(failure: Failure) -> str:
     """What reasons have in common that differ in the name of their group or in numbers.
 
     Example:

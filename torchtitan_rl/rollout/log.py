@@ -1,4 +1,4 @@
-"""Every rollout of a run on disk, a file a step."""
+"""Every rollout of a run on disk, a file per step."""
 
 import asyncio
 import os
@@ -7,13 +7,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchtitan_rl.observability.json_lines import write_lines
-from torchtitan_rl.rollout.record import Entry, entries, rollout_record
-
-if TYPE_CHECKING:
-    from torchtitan_rl.rollout.loop import Group
+from torchtitan_rl.rollout.record import RolloutRecord
 
 MOST_PENDING = 4
 """Files that wait for a disk; with more, the step waits too, so that memory is bounded."""
@@ -33,11 +30,13 @@ class RolloutLog:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout-log")
         self._pending: deque[Future] = deque()
 
-    async def write(self, step: int, groups: "Sequence[Group]", *, split: str = "train") -> None:
-        """Save the groups' rollouts; an error of a write before this one is raised here."""
+    async def write(
+        self, step: int, records: Sequence[RolloutRecord], *, evaluation: bool = False
+    ) -> None:
+        """Save the rollouts; an error of a write before this one is raised here."""
         if self._folder is not None:
-            saved = [entry for group in groups for entry in entries(group, split)]
-            await self._submit(_write, self._folder / file_name(step, split), saved, step)
+            path = self._folder / file_name(step, evaluation=evaluation)
+            await self._submit(_write, path, list(records), step)
 
     async def copy(self, source: Path) -> None:
         """Save the rollouts of a step that another run has saved."""
@@ -56,13 +55,13 @@ class RolloutLog:
         self._pending.append(self._thread.submit(work, *args))
 
 
-def file_name(step: int, split: str = "train") -> str:
-    """Of a step's rollouts."""
-    return f"step-{step:06d}{'-evaluation' if split == 'evaluation' else ''}.jsonl"
+def file_name(step: int, *, evaluation: bool = False) -> str:
+    """The file of a step's rollouts."""
+    return f"step-{step:06d}{'-evaluation' if evaluation else ''}.jsonl"
 
 
-def _write(path: Path, saved: Sequence[Entry], step: int) -> None:
-    write_lines(path, (rollout_record(entry, step) for entry in saved))
+def _write(path: Path, records: Sequence[RolloutRecord], step: int) -> None:
+    write_lines(path, (record.to_json(step) for record in records))
 
 
 def _copy(source: Path, path: Path) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from torchtitan_rl.config.rollout import RolloutConfig
 from torchtitan_rl.config.run import RunConfig
-from torchtitan_rl.rollout.loop import Group
+from torchtitan_rl.rollout.groups import PromptGroup
 from torchtitan_rl.rollout.renderer import ChatRenderer
 from torchtitan_rl.rollout.stream_plan import index_name
 from torchtitan_rl.tasks.task import Example, Task
@@ -33,7 +33,7 @@ class PromptGroups:
 
     def __call__(
         self, split: str, examples: Sequence[Example], first: int = 0, *, greedy: bool = False
-    ) -> list[Group]:
+    ) -> list[PromptGroup]:
         """A group for each example, numbered from `first` on."""
         groups = []
         for i, example in enumerate(examples, first):
@@ -42,12 +42,13 @@ class PromptGroups:
             if greedy:
                 sampling = replace(sampling, n=1, temperature=0.0, logprobs=False)
             prompt = self._renderer.render(example.messages, tools=task.shown_tools)
-            group = Group(f"{task.name}/{split}/{index_name(i)}", task, example, sampling, prompt)
+            name = f"{task.name}/{split}/{index_name(i)}"
+            group = PromptGroup(name, task, example, sampling, prompt)
             check_prompt(group, self._config.limits)
             groups.append(group)
         return groups
 
-    def heldout(self, task: Task, count: int) -> list[Group]:
+    def heldout(self, task: Task, count: int) -> list[PromptGroup]:
         """The groups to evaluate on, sampled greedily."""
         examples = task.heldout_examples(count)
         if not examples:
@@ -90,7 +91,7 @@ class PromptGroups:
                 yield where, len(shown.token_ids)
 
 
-def check_prompt(group: Group, limits: RolloutConfig) -> None:
+def check_prompt(group: PromptGroup, limits: RolloutConfig) -> None:
     """Refuse a prompt that leaves no room: for a word in a conversation, for a whole completion in
     a task of one turn, which would be cut short unnoticed."""
     prompt = len(group.shown.token_ids)

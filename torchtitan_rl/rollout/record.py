@@ -1,148 +1,201 @@
-"""A rollout as an object of the rollout log, and its sequences back again.
+"""The record of a rollout: one value for memory, disk, the page and training from a saved run.
 
-What a sequence trains is kept in full, so that a batch can be made of the log: see dump.py.
+A step makes a record of every rollout; metrics, failures, the rollout log and the episodes are
+functions of records, be they of this run or read from the files of another.
 """
 
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
 
 import numpy as np
 
-from torchtitan_rl.core.types import Rollout, ScoredCompletion
-from torchtitan_rl.rollout.sequences import NOBODY, TokenSequence, merge_turns
+from torchtitan_rl.core.columns import COLUMNS, checked, columns_of, undeclared
+from torchtitan_rl.core.types import Outcome, Rollout, ScoredCompletion, Status
+from torchtitan_rl.rollout.groups import PromptGroup, ScoredGroup
+from torchtitan_rl.rollout.record_schema import SCHEMA, upgraded
+from torchtitan_rl.rollout.sequences import TokenSequence, merge_turns
 
-if TYPE_CHECKING:
-    from torchtitan_rl.rollout.loop import Conversation, Group
-
-SCHEMA = 1
-"""Of the records; goes up when a reader of older ones would misunderstand them."""
+Split = Literal["train", "untrained", "evaluation", "dropped"]
+"""What a rollout is for: it trains; it is measured and never trained on; it is greedy, of a
+held-out prompt; or it came to nothing, or is not useful, and `failure` says why."""
+FailureKind = Literal["failed", "empty", "timed_out", "cancelled", "dropped"]
+"""How a rollout was lost: as `Status` says, or its group was not useful and dropped."""
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """A rollout to be written: references to what changes no more, so that a thread can do it."""
+class RolloutRecord:
+    """Everything that is known of one rollout, from its prompt to what it trains."""
 
-    group: "Group"
+    split: Split
+    task: str
+    group: str
+    """The id of its prompt group."""
     sample: int
     """Its number in the group."""
-    split: str
-    conversation: "Conversation | None" = None
-    """None: its group ended before it began."""
-    scored: ScoredCompletion | None = None
-    advantage: float | None = None
-    failed: tuple[str, str] | None = None
-    """Kind and reason."""
+    reward: float | None
+    """None, as `correct`, if it was not graded."""
+    correct: bool | None
+    reward_parts: dict[str, float]
+    advantage: float | None
+    """None if it is not to train."""
+    status: Status
+    failure: str
+    """Why it came to nothing, why its environment failed, or why it was dropped."""
+    turns: int
+    """Turns of the model."""
+    tokens: int
+    """Tokens that the model sampled."""
+    tool_calls: list[Outcome]
+    """What became of its tool calls, in order."""
+    policy_version: int | None
+    """The oldest weights that sampled any of its tokens."""
+    newest_version: int | None
+    """The newest weights that sampled any of its tokens."""
+    temperature: float
+    seconds: dict[str, float]
+    """How long it waited in each phase."""
+    messages: list[dict[str, Any]]
+    expected_answer: Any
+    state: dict[str, Any]
+    """The entries of its state that its task names in `state_columns`."""
+    sequences: list[TokenSequence] = field(default_factory=list)
+    """What it trains, with everything that is known of each token."""
+    unattributed: int = 0
+    """Turns that do not echo, because the renderer could not say where their tokens come from."""
+
+    @classmethod
+    def of(
+        cls,
+        prompt: PromptGroup,
+        rollout: Rollout,
+        *,
+        split: Split,
+        scored: ScoredCompletion | None = None,
+        advantage: float | None = None,
+        sequences: list[TokenSequence] | None = None,
+        unattributed: int = 0,
+    ) -> "RolloutRecord":
+        """The record of a rollout; without `sequences`, nothing of it echoes."""
+        versions = [
+            version
+            for completion in rollout.completions
+            for version in (completion.policy_version, *(completion.token_versions or ()))
+        ]
+        return cls(
+            split=split,
+            task=prompt.task.name,
+            group=prompt.id,
+            sample=rollout.sample,
+            reward=scored.reward if scored else None,
+            correct=scored.correct if scored else None,
+            reward_parts=scored.reward_parts if scored else {},
+            advantage=advantage,
+            status=rollout.status,
+            failure=rollout.failure,
+            turns=len(rollout.turns),
+            tokens=sum(len(turn.token_ids) for turn in rollout.turns),
+            tool_calls=rollout.outcomes,
+            policy_version=min(versions, default=None),
+            newest_version=max(versions, default=None),
+            temperature=prompt.sampling.temperature,
+            seconds=rollout.seconds,
+            messages=rollout.messages,
+            expected_answer=prompt.example.expected_answer,
+            state={name: rollout.state.get(name) for name in prompt.task.state_columns},
+            sequences=merge_turns(rollout.turns) if sequences is None else sequences,
+            unattributed=unattributed,
+        )
+
+    @property
+    def failure_kind(self) -> FailureKind | None:
+        """How the rollout was lost, if it was."""
+        if self.split != "dropped":
+            return None
+        return "dropped" if self.status.ended else self.status.value  # type: ignore[return-value]
+
+    def dropped(self, reason: str, status: Status | None = None) -> "RolloutRecord":
+        """The record of a rollout that is not trained on; without a `status` it has ended like any
+        other. One that came to nothing before keeps its reason."""
+        if self.split == "dropped":
+            return self
+        ended = self.status if status is None else status
+        return replace(self, split="dropped", advantage=None, failure=reason, status=ended)
+
+    def to_json(self, step: int) -> dict[str, Any]:
+        """The object that stands for the rollout in the files of a step; `from_json` reads it."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        values["sequences"] = [sequence_to_json(sequence) for sequence in self.sequences]
+        return {"schema": SCHEMA, "step": step, **values}
+
+    @classmethod
+    def from_json(
+        cls, record: dict[str, Any], dtypes: Mapping[str, str] | None = None
+    ) -> "RolloutRecord":
+        """The record that `to_json` was given, also of an older schema. `dtypes` of array columns
+        are those that a file does not say."""
+        record = upgraded(record)
+        names = {each.name for each in fields(cls)}
+        values = {name: value for name, value in record.items() if name in names}
+        values["status"] = Status(record["status"])
+        values["sequences"] = [sequence_from_json(one, dtypes) for one in record["sequences"]]
+        return cls(**values)
 
 
-def entries(group: "Group", split: str) -> Iterator[Entry]:
-    """Every rollout of a group, exactly once: those that train, or are evaluated, then the rest."""
-    rewards = {id(scored.completion): scored for scored in group.scored}
-    advantages: Sequence[float | None] = group.advantages or [None] * len(group.conversations)
-    for conversation, advantage in zip(group.conversations, advantages, strict=True):
-        scored = rewards.get(id(conversation.rollout))
-        where = "held out" if conversation.heldout else split
-        yield Entry(group, conversation.number, where, conversation, scored, advantage)
-    for conversation in group.buried:
-        scored, failed = rewards.get(id(conversation.rollout)), conversation.failed
-        yield Entry(group, conversation.number, "dropped", conversation, scored, None, failed)
-    begun = {c.number for c in chain(group.conversations, group.buried)}
-    for number in range(group.sampling.n):
-        if number not in begun and group.failures:
-            last = group.failures[-1]
-            yield Entry(group, number, "dropped", failed=(last.kind, last.reason))
+def lost_records(prompt: PromptGroup, lost: Iterable[Rollout]) -> list[RolloutRecord]:
+    """The records of rollouts that came to nothing."""
+    return [RolloutRecord.of(prompt, rollout, split="dropped") for rollout in lost]
 
 
-def rollout_record(entry: Entry, step: int) -> dict[str, Any]:
-    """What the log says of a rollout."""
-    group, conversation, scored = entry.group, entry.conversation, entry.scored
-    rollout = (
-        conversation.rollout if conversation else Rollout([], group.example.messages, "finished")
-    )
-    kind, reason = entry.failed or ("", "")
-    return {
-        "schema": SCHEMA,
-        "step": step,
-        "split": entry.split,
-        "task": group.task.name,
-        "group": group.id,
-        "sample": entry.sample,
-        "reward": scored.reward if scored else None,
-        "correct": scored.correct if scored else None,
-        "reward_parts": scored.reward_parts if scored else {},
-        "advantage": entry.advantage,
-        # One that was not useful has ended like any other.
-        "status": rollout.status if kind in ("", "dropped") else kind,
-        "failure": reason or rollout.failure,
-        "turns": len(rollout.completions),
-        "tokens": len(rollout.token_ids),
-        "tool_calls": rollout.outcomes,
-        **_versions(rollout),
-        "temperature": group.sampling.temperature,
-        "seconds": conversation.seconds if conversation else {},
-        "messages": rollout.messages,
-        "expected_answer": group.example.expected_answer,
-        "state": {column: rollout.state.get(column) for column in group.task.state_columns},
-        "sequences": [sequence_record(sample) for sample in _samples(conversation)],
-    }
-
-
-def _samples(conversation: "Conversation | None") -> list[TokenSequence]:
-    if conversation is None:
-        return []
-    if conversation.samples is None:  # nobody has asked what it teaches
-        return merge_turns(conversation.turns)
-    return conversation.samples
-
-
-def _versions(rollout: Rollout) -> dict[str, int | None]:
-    """The oldest and the newest weights that sampled any of its tokens."""
-    known = [
-        version
-        for completion in rollout.completions
-        for version in (completion.policy_version, *(completion.token_versions or ()))
+def evaluation_records(group: ScoredGroup) -> list[RolloutRecord]:
+    """The records of greedy rollouts of a held-out prompt: nothing trains, nothing echoes."""
+    scored = [
+        RolloutRecord.of(group.prompt, rollout_of(one), split="evaluation", scored=one)
+        for one in group.scored
     ]
-    return {
-        "policy_version": min(known, default=None),
-        "newest_version": max(known, default=None),
-    }
+    return scored + lost_records(group.prompt, group.lost)
 
 
-def sequence_record(sample: TokenSequence) -> dict[str, Any]:
-    """A sequence to train on; a stream that says nothing is null.
+def rollout_of(scored: ScoredCompletion) -> Rollout:
+    assert isinstance(scored.completion, Rollout), "groups of a run hold rollouts"
+    return scored.completion
+
+
+def sequence_to_json(sequence: TokenSequence) -> dict[str, Any]:
+    """A sequence to train on; a column that it does not have is left out, as is a loss mask that
+    only says that all of the completion was sampled.
 
     Example:
-        {"prompt_ids": [1, 2], "ids": [3, 4], "logprobs": [-0.1, -0.7], "versions": [5, 5],
-         "mask": null, "alphas": null, "experts": null}
+        {"prompt_token_ids": [1, 2], "token_ids": [3, 4], "token_logprobs": [-0.1, -0.7],
+         "token_versions": [5, 5]}
     """
-    prompt = sample.prompt_length
-    logprobs, versions = sample.logprobs[prompt:], sample.versions[prompt:]
-    echoes = sample.alphas.count(None) < len(sample.alphas)
-    experts = sample.routed_experts
-    return {
-        "prompt_ids": sample.ids[:prompt],
-        "ids": sample.ids[prompt:],
-        "logprobs": None if all(map(math.isnan, logprobs)) else logprobs,
-        "versions": None if versions.count(NOBODY) == len(versions) else versions,
-        "mask": None if all(sample.sampled[prompt:]) else list(map(int, sample.sampled)),
-        "alphas": sample.alphas if echoes else None,
-        "experts": None if experts is None else experts.tolist(),
-    }
+    prompt, completion = sequence.prompt_token_ids, sequence.token_ids
+    record: dict[str, Any] = {"prompt_token_ids": prompt, "token_ids": completion}
+    dtypes = {}
+    for column, values in columns_of(sequence.columns):
+        if column.name == "loss_mask" and values == _whole_mask(prompt, completion):
+            continue
+        record[column.name] = column.to_json(values)
+        if isinstance(values, np.ndarray) and values.dtype.name != column.dtype:
+            dtypes[column.name] = values.dtype.name
+    return {**record, "dtypes": dtypes} if dtypes else record
 
 
-def read_sequence(record: dict[str, Any], expert_dtype: np.dtype | None = None) -> TokenSequence:
-    """The sample that `sequence_record` was given."""
-    prompt, ids = record["prompt_ids"], record["ids"]
-    before, count = len(prompt), len(ids)
-    logprobs = record["logprobs"] or [None] * count
-    experts = record["experts"]
-    return TokenSequence(
-        ids=prompt + ids,
-        logprobs=[math.nan] * before + [math.nan if p is None else p for p in logprobs],
-        sampled=list(map(bool, record["mask"] or [0] * before + [1] * count)),
-        alphas=record["alphas"] or [None] * (before + count),
-        routed_experts=None if experts is None else np.array(experts, dtype=expert_dtype),
-        versions=[NOBODY] * before + (record["versions"] or [NOBODY] * count),
-    )
+def sequence_from_json(
+    record: dict[str, Any], dtypes: Mapping[str, str] | None = None
+) -> TokenSequence:
+    """The sequence that `sequence_to_json` was given."""
+    prompt, completion = record["prompt_token_ids"], record["token_ids"]
+    columns: dict[str, Any] = {"loss_mask": _whole_mask(prompt, completion)}
+    kinds = {**(dtypes or {}), **record.get("dtypes", {})}
+    for name, values in record.items():
+        if name in ("prompt_token_ids", "token_ids", "dtypes") or values is None:
+            continue
+        if name not in COLUMNS:
+            raise ValueError(undeclared(name))
+        columns[name] = COLUMNS[name].from_json(values, kinds.get(name, ""))
+    return TokenSequence(prompt, completion, checked(columns))
+
+
+def _whole_mask(prompt: list[int], completion: list[int]) -> list[bool]:
+    return [False] * len(prompt) + [True] * len(completion)

@@ -3,10 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from torchtitan_rl.algorithms.echo import Attribution
-from torchtitan_rl.core.types import Message
+from torchtitan_rl.core.types import Attribution, Message, Turn
 from torchtitan_rl.models.hf import ModelFolderError, read_hf_config
-from torchtitan_rl.rollout.sequences import Rendered, Turn
+from torchtitan_rl.rollout.sequences import Rendered
 from torchtitan_rl.tasks.tools.tool import ToolCall
 
 MAX_DEPTH = 32

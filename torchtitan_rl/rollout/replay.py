@@ -1,14 +1,13 @@
-"""Rollouts that one run has saved, for the trainer of another: losses studied without a generator.
+"""Rollout replay: rollouts that one run has saved, for the trainer of another, to study losses
+without a generator.
 
 Everything up to the episodes is read as it was recorded: tokens, rewards, advantages, echo weights,
-what is held out. What comes after is the new run's own business: `batch_filter`, overlong episodes,
-reduction, loss, optimizer. With the same settings and the same starting model, it trains the same
-weights to the bit.
+which rollouts are untrained. What comes after is the new run's own business: `batch_filter`,
+overlong episodes, reduction, loss, optimizer. With the same settings and the same starting model,
+it trains the same weights to the bit.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from itertools import groupby
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -16,57 +15,53 @@ from torchtitan_rl.algorithms.objective import episode_needs
 from torchtitan_rl.batching.validation import require, validate
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.core.experts import Experts, expert_dtype
-from torchtitan_rl.core.types import Completion, ScoredCompletion
 from torchtitan_rl.models.hf import experts_of
 from torchtitan_rl.observability.json_lines import read_lines
 from torchtitan_rl.rollout.episodes import make_batch
 from torchtitan_rl.rollout.log import file_name
-from torchtitan_rl.rollout.loop import Conversation, Group
-from torchtitan_rl.rollout.record import SCHEMA, read_sequence
-from torchtitan_rl.rollout.renderer import ChatRenderer
-from torchtitan_rl.rollout.sequences import Rendered, TokenSequence
-from torchtitan_rl.tasks.task import Example, Task
-
-TRAINED = ("train", "held out")
-"""Splits of a step that its trainer has seen."""
+from torchtitan_rl.rollout.record import RolloutRecord
+from torchtitan_rl.rollout.record_schema import SCHEMA
 
 
-def open_dump(
-    config: RunConfig, tasks: Mapping[str, Task], renderer: ChatRenderer, hf: dict[str, Any]
-) -> "RolloutDump | None":
-    """The dump that a run is to train from, checked; None if it makes its own rollouts. `hf` is
+def open_replay(
+    config: RunConfig, tasks: Collection[str], hf: dict[str, Any]
+) -> "RolloutReplay | None":
+    """The saved rollouts that a run is to train from, checked; None if it makes its own. `hf` is
     the model's config.json."""
     if not config.rollout.train_from:
         return None
     size, experts = hf["vocab_size"], experts_of(hf)
-    dump = RolloutDump(config, tasks, renderer, vocab_size=size, experts=experts)
-    dump.check()
-    return dump
+    replay = RolloutReplay(config, tasks, vocab_size=size, experts=experts)
+    replay.check()
+    return replay
 
 
-class RolloutDump:
+class RolloutReplay:
     """The rollouts of `config.rollout.train_from`, step by step.
 
     Example:
-        dump = RolloutDump(config, tasks, renderer, vocab_size=260, experts=None)
-        dump.check()
-        batch = make_batch(dump.groups(step=0), config.advantage)
+        replay = RolloutReplay(config, ["sums"], vocab_size=260, experts=None)
+        replay.check()
+        batch = make_batch(replay.records(step=0))
     """
 
     def __init__(
         self,
         config: RunConfig,
-        tasks: Mapping[str, Task],
-        renderer: ChatRenderer,
+        tasks: Collection[str],
         *,
         vocab_size: int,
         experts: Experts | None,
     ) -> None:
-        self._config, self._tasks, self._renderer = config, tasks, renderer
+        self._config, self._tasks = config, tasks
         self._vocab_size, self._experts = vocab_size, experts
+        # Files of schema 1 do not say it.
+        kind = expert_dtype(experts.count) if experts else None
+        self._dtypes = {"routed_experts": str(kind)} if kind else {}
         self._folder = Path(config.rollout.train_from) / "rollouts"
 
     def file(self, step: int) -> Path:
+        """The file of a step's rollouts."""
         return self._folder / file_name(step)
 
     def check(self) -> None:
@@ -84,86 +79,46 @@ class RolloutDump:
             )
         for step in range(self._config.steps):
             _check_end(self.file(step))
-        episodes = make_batch(self.groups(0), self._config.advantage).episodes
+        episodes = make_batch(self.records(0)).episodes
         validate(episodes, vocab_size=self._vocab_size, experts=self._experts)
         needs = episode_needs(self._config)
         needs.pop("ref_logprobs", None)  # of the reference, which this run asks itself
         require(episodes, needs)
 
-    def groups(self, step: int) -> list[Group]:
-        """The groups that were trained, or held out, in a step, in the same order."""
-        groups: dict[str, Group] = {}
+    def records(self, step: int) -> list[RolloutRecord]:
+        """The rollouts that were trained on in a step, or measured, in the same order."""
+        records = []
         path = self.file(step)
-        for number, record in read_lines(path):
+        for number, line in read_lines(path):
             where = f"{path}, line {number}"
-            _check_schema(record, where)
-            if record.get("split") not in TRAINED:
+            _check_schema(line, where)
+            if line.get("split") not in ("train", "untrained", "held out"):
                 continue
-            if record.get("task") not in self._tasks:
+            if line.get("task") not in self._tasks:
                 raise ValueError(
-                    f"{where} is of task {record.get('task')!r}; this run has "
+                    f"{where} is of task {line.get('task')!r}; this run has "
                     f"{', '.join(self._tasks)}"
                 )
             try:
-                sequences = [self._sequence(one) for one in record["sequences"]]
-                name = record["group"]
-                group = groups[name] if name in groups else self._group(record, sequences)
-                self._add(groups.setdefault(name, group), record, sequences)
+                record = RolloutRecord.from_json(line, self._dtypes)
+                self._check(record)
             except (KeyError, TypeError, AttributeError) as error:
                 raise ValueError(f"{where} is no rollout: {error!r}") from error
             except ValueError as error:
                 raise ValueError(f"{where}: {error}") from error
-        return list(groups.values())
+            records.append(record)
+        return records
 
-    def _sequence(self, record: dict[str, Any]) -> TokenSequence:
-        experts = self._experts
-        sequence = read_sequence(record, expert_dtype(experts.count) if experts else None)
-        if (largest := max(sequence.ids)) >= self._vocab_size:
-            raise ValueError(
-                f"token id {largest} lies outside 0..{self._vocab_size - 1}: the model of "
-                "this run has another vocabulary than that of rollout.train_from"
-            )
-        return sequence
-
-    def _group(self, record: dict[str, Any], sequences: list[TokenSequence]) -> Group:
-        task = self._tasks[record["task"]]
-        sampling = self._config.sampling_of(task.config)
-        prompt = sequences[0].ids[: sequences[0].prompt_length] if sequences else []
-        return Group(
-            record["group"],
-            task,
-            Example(record["messages"], record["expected_answer"]),
-            replace(sampling, temperature=record["temperature"]),
-            Rendered(prompt, None),
-            recorded=True,
-        )
-
-    def _add(self, group: Group, record: dict[str, Any], sequences: list[TokenSequence]) -> None:
-        conversation = Conversation(group, record["sample"], self._renderer, self._config.limits)
-        conversation.samples = sequences
-        conversation.heldout = record["split"] == "held out"
-        rollout = conversation.rollout
-        rollout.completions = list(_completions(record, sequences))
-        rollout.messages, rollout.state = record["messages"], record["state"]
-        rollout.status, rollout.outcomes = record["status"], record["tool_calls"]
-        rollout.failure = record["failure"]
-        if record["reward"] is None or record["advantage"] is None or not rollout.completions:
+    def _check(self, record: RolloutRecord) -> None:
+        if record.reward is None or record.advantage is None or not record.tokens:
             raise ValueError("it was trained, but has no reward, no advantage or no tokens")
-        group.conversations.append(conversation)
-        group.scored.append(
-            ScoredCompletion(rollout, record["reward"], record["correct"], record["reward_parts"])
-        )
-        group.advantages.append(record["advantage"])
-
-
-def _completions(record: dict[str, Any], sequences: list[TokenSequence]) -> Iterator[Completion]:
-    """One for each turn: tokens that were sampled one after the other."""
-    for sequence in sequences:
-        tokens = zip(sequence.sampled, sequence.ids, strict=True)
-        for sampled, run in groupby(tokens, key=lambda token: token[0]):
-            if sampled:
-                ids = [token for _, token in run]
-                yield Completion(record["policy_version"], 0, [], "", ids, None, "stop")
+        for sequence in record.sequences:
+            largest = max(sequence.prompt_token_ids + sequence.token_ids)
+            if largest >= self._vocab_size:
+                raise ValueError(
+                    f"token id {largest} lies outside 0..{self._vocab_size - 1}: the model of "
+                    "this run has another vocabulary than that of rollout.train_from"
+                )
 
 
 def _check_schema(record: dict[str, Any], where: str) -> None:
@@ -177,7 +132,7 @@ def _check_schema(record: dict[str, Any], where: str) -> None:
 
 
 def _check_end(path: Path) -> None:
-    """A copy, or a full disk, may have cut the file off."""
+    """Refuse a file that a copy, or a full disk, has cut off."""
     with path.open("rb") as file:
         file.seek(max(path.stat().st_size - 1, 0))
         if file.read() in (b"", b"\n"):

@@ -3,19 +3,17 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from torchtitan_rl.algorithms.echo import Attribution, checked_mask, echo_alphas
+from torchtitan_rl.algorithms.echo import checked_mask, echo_alphas
 from torchtitan_rl.config import EchoConfig
-
-SAMPLED = Attribution("assistant", content=True, sampled=True)
-"""Of every token of the model's own."""
-NOBODY = -1
-"""The policy version of a token that was not sampled."""
+from torchtitan_rl.core.columns import COLUMNS, Column, checked, columns_of
+from torchtitan_rl.core.types import SAMPLED, Attribution, Completion, Turn, WithColumns
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Rendered:
     """Messages as tokens, up to where the model's turn starts."""
 
@@ -23,86 +21,29 @@ class Rendered:
     attributions: list[Attribution | None] | None
     """Where each token comes from; None for a token between messages, or if nobody knows."""
 
+    def then(self, completion: Completion) -> Turn:
+        """The turn in which the model was shown this and sampled the completion."""
+        own: list[Attribution | None] = [SAMPLED] * len(completion.token_ids)
+        return Turn(completion, self.attributions and self.attributions + own)
 
-@dataclass(slots=True)
-class Turn:
-    """One call of the generator in a conversation: the tokens it was shown, and those it sampled.
 
-    Sampled tokens are never tokenised again: the prompt of the next turn holds them as they were.
+@dataclass(frozen=True, slots=True)
+class TokenSequence(WithColumns):
+    """Turns of which each one's prompt extends what was before it: one sequence to train on.
+
+    Its prompt ends where sampling starts; what tools said in between is part of its completion.
     """
 
     prompt_token_ids: list[int]
     token_ids: list[int]
-    token_logprobs: list[float] | None
-    attributions: list[Attribution | None] | None = None
-    """Where each token of prompt and completion comes from; None when the renderer cannot say."""
-    routed_experts: np.ndarray | None = None
-    """As in Completion."""
-    token_versions: list[int] | None = None
-    """The weights that sampled each token; None where nobody did."""
-
-    @classmethod
-    def after(
-        cls,
-        shown: Rendered,
-        token_ids: list[int],
-        token_logprobs: list[float] | None = None,
-        routed_experts: np.ndarray | None = None,
-        token_versions: list[int] | None = None,
-    ) -> "Turn":
-        """A turn in which the model was shown this and sampled these tokens."""
-        attributions = shown.attributions and shown.attributions + [SAMPLED] * len(token_ids)
-        return cls(
-            shown.token_ids,
-            token_ids,
-            token_logprobs,
-            attributions,
-            routed_experts,
-            token_versions,
-        )
+    columns: dict[str, Any] = field(default_factory=dict)
+    """The columns of its turns' completions, with loss_mask (what was sampled) and, if any of its
+    tokens echoes, echo_alpha."""
 
     @property
-    def length(self) -> int:
-        return len(self.prompt_token_ids) + len(self.token_ids)
-
-
-@dataclass(slots=True)
-class TokenSequence:
-    """Turns of which each one's prompt extends what was before it: one sequence to train on."""
-
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    """NaN where nobody sampled, or nothing was recorded."""
-    sampled: list[bool] = field(default_factory=list)
-    alphas: list[float | None] = field(default_factory=list)
-    """Echo weights."""
-    routed_experts: np.ndarray | None = None
-    versions: list[int] = field(default_factory=list)
-    """Of the weights that sampled; -1 where nobody did."""
-
-    @property
-    def prompt_length(self) -> int:
-        """Tokens before the first that was sampled."""
-        return self.sampled.index(True) if True in self.sampled else len(self.ids)
-
-    def append(self, turn: Turn, alphas: Sequence[float | None]) -> None:
-        """Add what a turn has beyond these tokens; what is here stays as it is."""
-        new = turn.prompt_token_ids[len(self.ids) :]
-        if turn.routed_experts is not None:
-            # The last token of a turn is routed only when the next one reads it.
-            known = max(len(self.ids) - 1, 0)
-            here = [] if self.routed_experts is None else [self.routed_experts[:known]]
-            self.routed_experts = np.concatenate([*here, turn.routed_experts[known:]])
-        self.alphas += alphas[len(self.ids) :]
-        self.ids += new + turn.token_ids
-        self.versions += [NOBODY] * len(new)
-        self.versions += turn.token_versions or [NOBODY] * len(turn.token_ids)
-        self.logprobs += [math.nan] * len(new)
-        self.logprobs += turn.token_logprobs or [math.nan] * len(turn.token_ids)
-        self.sampled += [False] * len(new) + [True] * len(turn.token_ids)
-
-    def is_extended_by(self, turn: Turn) -> bool:
-        return turn.prompt_token_ids[: len(self.ids)] == self.ids
+    def echoes(self) -> bool:
+        """Whether any of its tokens trains by cross-entropy."""
+        return "echo_alpha" in self.columns
 
 
 def merge_turns(
@@ -114,18 +55,83 @@ def merge_turns(
     any other starts a sequence of its own. `alphas` are the echo weights of each turn's tokens.
 
     Example:
-        >>> merge_turns([Turn([1], [2], [-0.1]), Turn([1, 2, 3], [4], [-0.2])])[0].ids
-        [1, 2, 3, 4]
+        >>> first, second = Completion(0, 0, [1], "", [2]), Completion(0, 0, [1, 2, 3], "", [4])
+        >>> [merged] = merge_turns([Turn(first), Turn(second)])
+        >>> merged.prompt_token_ids, merged.token_ids
+        ([1], [2, 3, 4])
     """
-    sequences: list[TokenSequence] = []
+    growing: list[_Growing] = []
     for number, turn in enumerate(turns):
         weights = alphas[number] if alphas is not None else [None] * turn.length
-        extended = [sequence for sequence in sequences if sequence.is_extended_by(turn)]
+        extended = [sequence for sequence in growing if sequence.is_extended_by(turn)]
         if not extended:
-            sequences.append(TokenSequence())
-        longest = max(extended or sequences[-1:], key=lambda sequence: len(sequence.ids))
-        longest.append(turn, weights)
-    return sequences
+            growing.append(_Growing())
+        longest = max(extended or growing[-1:], key=lambda sequence: len(sequence.ids))
+        longest.append(turn.completion, weights)
+    return [sequence.merged() for sequence in growing]
+
+
+@dataclass(slots=True)
+class _Growing:
+    """A sequence that turns are appended to. All its columns have a value for every token."""
+
+    ids: list[int] = field(default_factory=list)
+    sampled: list[bool] = field(default_factory=list)
+    alphas: list[float] = field(default_factory=list)
+    columns: dict[str, Any] = field(default_factory=dict)
+
+    def is_extended_by(self, turn: Turn) -> bool:
+        return turn.prompt_token_ids[: len(self.ids)] == self.ids
+
+    def append(self, turn: Completion, alphas: Sequence[float | None]) -> None:
+        """Add what a turn has beyond these tokens; what is here stays as it is."""
+        before, shown = len(self.ids), turn.prompt_token_ids[len(self.ids) :]
+        given = {column.name: values for column, values in columns_of(turn.columns)}
+        for name in {**self.columns, **given}:
+            column, here = COLUMNS[name], self.columns.get(name)
+            self.columns[name] = _extended(column, here, given.get(name), before, turn)
+        self.ids += shown + turn.token_ids
+        self.sampled += [False] * len(shown) + [True] * len(turn.token_ids)
+        self.alphas += [math.nan if alpha is None else alpha for alpha in alphas[before:]]
+
+    def merged(self) -> TokenSequence:
+        prompt = self.sampled.index(True) if True in self.sampled else len(self.ids)
+        columns: dict[str, Any] = {
+            name: values if COLUMNS[name].covers == "tokens" else values[prompt:]
+            for name, values in self.columns.items()
+        }
+        columns["loss_mask"] = self.sampled
+        if not all(map(math.isnan, self.alphas)):
+            columns["echo_alpha"] = self.alphas
+        return TokenSequence(self.ids[:prompt], self.ids[prompt:], checked(columns))
+
+
+def _extended(column: Column, here: Any, values: Any, before: int, turn: Completion) -> Any:
+    """The column of a sequence of `before` tokens, with what a turn adds to it."""
+    array = next((v for v in (here, values) if isinstance(v, np.ndarray)), None)
+
+    def padding(tokens: int) -> Any:
+        if array is not None:
+            return column.padding(tokens, array.shape[1:], array.dtype.name)
+        return [column.pad] * tokens
+
+    if values is None:
+        parts = [here, padding(turn.length - before)]
+    elif column.covers == "completion":
+        start = len(turn.prompt_token_ids)
+        _check_length(column, values, len(turn.token_ids))
+        parts = [padding(before) if here is None else here, padding(start - before), values]
+    else:
+        _check_length(column, values, turn.length)
+        # The last tokens of a turn have their value only when the next turn reads them.
+        known = 0 if here is None else max(before - column.lag, 0)
+        parts = [padding(0) if here is None else here[:known], values[known:]]
+    return np.concatenate(parts) if array is not None else [v for part in parts for v in part]
+
+
+def _check_length(column: Column, values: Any, tokens: int) -> None:
+    if len(values) != tokens:
+        raise ValueError(f"{column.name} has {len(values)} values for {tokens} tokens")
 
 
 def turn_alphas(
@@ -147,7 +153,7 @@ def turn_alphas(
     ], unattributed
 
 
-def _origins(turn: Turn, *, known: bool) -> list[Attribution | None]:
+def _origins(turn: Turn, *, known: bool) -> Sequence[Attribution | None]:
     if known and turn.attributions is not None:
         return turn.attributions
     return [None] * len(turn.prompt_token_ids) + [SAMPLED] * len(turn.token_ids)

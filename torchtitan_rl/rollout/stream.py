@@ -1,21 +1,22 @@
 """Groups of rollouts, started ahead of the step that trains them, and never too far ahead.
 
-Step t is the one that starts from policy version t. S is max_offpolicy_steps, P prompts_per_step.
+D is the number of training steps that are done and whose weights the generators serve; step t
+starts when D is t. S is max_offpolicy_steps, P prompts_per_step.
 
 Every group belongs to a step: step k trains groups of step k and no others, and a group of step k
-starts only while k <= version + S. Two bounds follow:
+starts only while k <= D + S. Two bounds follow:
 
-    age of a trained group      =  k - (version at its start)  <=  S
-    accepted + running groups  <=  (S + version + 1) * P
+    age of a trained group      =  k - (D at its start)  <=  S
+    accepted + running groups  <=  (S + D + 1) * P
 
 The first is the rule itself, read at the start of the group. The second: only the steps up to
-version + S have groups, and `accepted + running` of one step never exceeds P. (Steps before
+D + S have groups, and `accepted + running` of one step never exceeds P. (Steps before
 `first_step` count as accepted; what `oversample` adds comes on top.)
 
 The second bound alone would not give the first: a slow group could be overtaken by later ones until
-it is too old. So step t has to wait for all groups started at version t - S. That costs nothing: a
+it is too old. So step t has to wait for all groups started when D was t - S. That costs nothing: a
 stream that keeps the second bound full has (S + (t - S) + 1) * P = (t + 1) * P groups accepted or
-running at version t - S, and so many are all that steps 0 to t train. From step S on, then, the two
+running when D is t - S, and so many are all that steps 0 to t train. From step S on, then, the two
 bounds leave no choice; before, the order is ours.
 
 Which groups a step tries is a function of the step and of how its groups end, for every S: a
@@ -25,18 +26,28 @@ resumed run, and a run with another S, sees the same prompts. (Oversampling trad
 import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Generic, get_args
+from typing import Any, Generic, get_args
 
 from torchtitan_rl.config.stream import StreamConfig
 from torchtitan_rl.core.errors import describe_error
-from torchtitan_rl.rollout.stream_plan import Kind, Plan, Running, Untrained, Work, index_name
+from torchtitan_rl.rollout.stream_plan import (
+    Discarded,
+    Kind,
+    Plan,
+    Result,
+    Running,
+    Work,
+    index_name,
+)
 
 
-class RolloutStream(Generic[Work]):
-    """Starts groups, replaces those that fail, and hands each step the groups it trains.
+class RolloutStream(Generic[Work, Result]):
+    """Starts groups, replaces those that fail, and gives each step the groups it trains.
 
-    `start(index)` makes a group, `play(group)` rolls it out and grades it; a group is one failure
-    when `play` raises or takes too long. With `useful`, others are dropped: dynamic sampling.
+    `start(index)` makes a group's work, `play(work)` does it: it rolls the group out and returns
+    what became of it. A group is one failure when `play` raises or takes too long.
+    `finish(result)`, if given, makes of it what a step gets; an error there is none of chance, and
+    ends the stream. With `useful`, results that are not are dropped: dynamic sampling.
     `end_step` is the number of steps of the run: nothing is started for later ones.
 
     `started == running + waiting + sum(counts.values())`, always: a group ends exactly once.
@@ -53,28 +64,30 @@ class RolloutStream(Generic[Work]):
         config: StreamConfig,
         *,
         start: Callable[[int], Work],
-        play: Callable[[Work], Awaitable[None]],
-        useful: Callable[[Work], bool] | None = None,
+        play: Callable[[Work], Awaitable[Any]],
+        finish: Callable[[Any], Result] | None = None,
+        useful: Callable[[Result], bool] | None = None,
         first_step: int = 0,
         end_step: int | None = None,
     ) -> None:
-        self.config, self._start_work, self._play, self._useful = config, start, play, useful
-        self.version = self._next = self._planned = first_step
+        self.config, self._start_work, self._play = config, start, play
+        self._finish, self._useful = finish or (lambda result: result), useful
+        self.steps_done = self._next = self._planned = first_step
         self.started = 0
         self.counts: dict[Kind, int] = dict.fromkeys(get_args(Kind), 0)
-        self._plans: dict[int, Plan[Work]] = {}
+        self._plans: dict[int, Plan[Work, Result]] = {}
         self._end_step = end_step
         self._failures_in_a_row = 0
-        self._untrained: list[Untrained[Work]] = []
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._discarded: list[Discarded[Work, Result]] = []
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._wake: asyncio.Future[None] | None = None
         self._error: BaseException | None = None
         self._error_seen = False
 
     # ---- what the controller calls ------------------------------------------------------------
 
-    async def batch(self, step: int) -> list[Work]:
-        """The groups that `step` trains, in the order of their indices. They count as trained.
+    async def batch(self, step: int) -> list[Result]:
+        """The results that `step` trains, in the order of their indices. They count as trained.
 
         As many as prompts_per_step, or fewer if the step has tried all it may. If the wait is
         cancelled, nothing is lost: call again.
@@ -92,25 +105,26 @@ class RolloutStream(Generic[Work]):
         plan = self._plans.pop(step)
         self._next += 1
         self.counts["trained"] += len(plan.ready)
-        return [plan.ready[index] for index in sorted(plan.ready)]
+        return [plan.ready[index][1] for index in sorted(plan.ready)]
 
-    def advance(self, version: int) -> None:
+    def advance(self, steps_done: int) -> None:
         """So many training steps are done, and their weights are with the generators."""
-        if version != self.version + 1 or version > self._next:
+        if steps_done != self.steps_done + 1 or steps_done > self._next:
             raise ValueError(
-                f"version {version} cannot follow version {self.version}: versions go up by one, "
-                f"after the batch of their step (the next batch is of step {self._next})"
+                f"{steps_done} steps cannot be done after {self.steps_done}: steps are done one by "
+                f"one, after their batch (the next batch is of step {self._next})"
             )
-        self.version = version
+        self.steps_done = steps_done
         self._open()
 
     def fail(self, error: BaseException) -> None:
         """The weights of a step will not come: nothing starts any more, and `batch` raises it."""
         self._break(error)
 
-    def take_untrained(self) -> list[Untrained[Work]]:
-        """Groups that ended otherwise since the last call: ask every step, or they pile up."""
-        taken, self._untrained = self._untrained, []
+    def take_discarded(self) -> list[Discarded[Work, Result]]:
+        """Groups that ended since the last call and do not train: call it every step, or they pile
+        up."""
+        taken, self._discarded = self._discarded, []
         return taken
 
     @property
@@ -131,15 +145,16 @@ class RolloutStream(Generic[Work]):
         for plan in self._plans.values():
             for group in list(plan.running.values()):
                 self._cancel(group, "the stream was closed")
-            for index, work in plan.ready.items():
-                self._record("cancelled", "the stream was closed", work, index, plan.step)
+            for index, (work, result) in plan.ready.items():
+                reason = "the stream was closed"
+                self._discard(Discarded(work, index, plan.step, "cancelled", reason, result))
             plan.ready.clear()
         seconds = self.config.deadline_seconds
         if self._tasks and (late := (await asyncio.wait(self._tasks, timeout=seconds))[1]):
             names = ", ".join(sorted(task.get_name() for task in late)[:8])
             raise TimeoutError(f"waited {seconds:.0f} s for {len(late)} groups to end: {names}")
 
-    async def __aenter__(self) -> "RolloutStream[Work]":
+    async def __aenter__(self) -> "RolloutStream[Work, Result]":
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -148,14 +163,15 @@ class RolloutStream(Generic[Work]):
     # ---- starting -----------------------------------------------------------------------------
 
     def _open(self) -> None:
-        """Plan the steps that the version allows, and start their groups."""
-        last = self.version + self.config.max_offpolicy_steps
+        """Plan the steps that may have groups by now, and start these."""
+        last = self.steps_done + self.config.max_offpolicy_steps
         while self._error is None and self._planned <= last and self._planned != self._end_step:
-            plan = self._plans[self._planned] = Plan(self._planned)
+            plan: Plan[Work, Result] = Plan(self._planned)
+            self._plans[self._planned] = plan
             self._planned += 1
             self._fill(plan)
 
-    def _fill(self, plan: Plan[Work]) -> None:
+    def _fill(self, plan: Plan[Work, Result]) -> None:
         while self._error is None and plan.wants_more(self.config):
             index = self.config.index(plan.step, plan.starts)
             try:
@@ -165,12 +181,12 @@ class RolloutStream(Generic[Work]):
                 return
             self._run(plan, index, work)
 
-    def _run(self, plan: Plan[Work], index: int, work: Work) -> None:
+    def _run(self, plan: Plan[Work, Result], index: int, work: Work) -> None:
         loop = asyncio.get_running_loop()
         name = f"group {index_name(index)} of step {plan.step}"
         task = loop.create_task(self._played(work), name=name)
         timer = loop.call_later(self.config.timeout_seconds, self._time_out, plan, index)
-        group = Running(work, index, plan, self.version, loop.time(), task, timer)
+        group = Running(work, index, plan, self.steps_done, loop.time(), task, timer)
         # A callback, as a task that is cancelled before its first turn runs none of its code.
         task.add_done_callback(partial(self._finished, group))
         self._tasks.add(task)
@@ -178,12 +194,12 @@ class RolloutStream(Generic[Work]):
         plan.starts += 1
         self.started += 1
 
-    async def _played(self, work: Work) -> None:
-        await self._play(work)
+    async def _played(self, work: Work) -> Any:
+        return await self._play(work)
 
     # ---- ending -------------------------------------------------------------------------------
 
-    def _finished(self, group: Running[Work], task: asyncio.Task[None]) -> None:
+    def _finished(self, group: Running[Work, Result], task: asyncio.Task[Any]) -> None:
         """The task of a group is over, however it ended."""
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
@@ -200,9 +216,10 @@ class RolloutStream(Generic[Work]):
         else:
             self._succeed(group)
 
-    def _succeed(self, group: Running[Work]) -> None:
+    def _succeed(self, group: Running[Work, Result]) -> None:
         try:
-            useful = self._useful is None or self._useful(group.work)
+            result = self._finish(group.task.result())
+            useful = self._useful is None or self._useful(result)
         except Exception as error:
             self._leave(
                 group, "failed", f"could not tell whether it is useful: {describe_error(error)}"
@@ -212,12 +229,12 @@ class RolloutStream(Generic[Work]):
         self._failures_in_a_row = 0
         if useful:
             self._leave(group)
-            group.plan.ready[group.index] = group.work
+            group.plan.ready[group.index] = (group.work, result)
         else:
-            self._leave(group, "dropped", "not useful")
+            self._leave(group, "dropped", "not useful", result=result)
         self._go_on(group.plan)
 
-    def _time_out(self, plan: Plan[Work], index: int) -> None:
+    def _time_out(self, plan: Plan[Work, Result], index: int) -> None:
         group = plan.running[index]
         if not group.task.done():  # else it was in time, and `_finished` is about to be called
             reason = f"took longer than {self.config.timeout_seconds:g} s"
@@ -225,9 +242,13 @@ class RolloutStream(Generic[Work]):
             group.task.cancel()
 
     def _fail(
-        self, group: Running[Work], kind: Kind, reason: str, cause: BaseException | None = None
+        self,
+        group: Running[Work, Result],
+        kind: Kind,
+        reason: str,
+        cause: BaseException | None = None,
     ) -> None:
-        self._leave(group, kind, reason)
+        self._leave(group, kind, reason, error=cause)
         group.plan.failures += 1
         self._failures_in_a_row += 1
         if not isinstance(cause, Exception | None):  # SystemExit and the like
@@ -239,26 +260,35 @@ class RolloutStream(Generic[Work]):
             self._break(error)
         self._go_on(group.plan)
 
-    def _cancel(self, group: Running[Work], reason: str) -> None:
+    def _cancel(self, group: Running[Work, Result], reason: str) -> None:
         # Accounted for now: a group that ignores its cancellation must not keep its slot.
         stopped = group.task.cancel() or group.task.cancelled()
         if stopped or (error := group.task.exception()) is None:
             self._leave(group, "cancelled", reason)
         else:
-            self._leave(group, "failed", describe_error(error))
+            self._leave(group, "failed", describe_error(error), error=error)
 
-    def _leave(self, group: Running[Work], kind: Kind | None = None, reason: str = "") -> None:
+    def _leave(
+        self,
+        group: Running[Work, Result],
+        kind: Kind | None = None,
+        reason: str = "",
+        *,
+        result: Result | None = None,
+        error: BaseException | None = None,
+    ) -> None:
         """Free the group's slot. Without a kind it goes on to be trained."""
         group.timer.cancel()
         del group.plan.running[group.index]
         if kind:
-            self._record(kind, reason, group.work, group.index, group.plan.step)
+            step = group.plan.step
+            self._discard(Discarded(group.work, group.index, step, kind, reason, result, error))
 
-    def _record(self, kind: Kind, reason: str, work: Work, index: int, step: int) -> None:
-        self.counts[kind] += 1
-        self._untrained.append(Untrained(work, index, step, kind, reason))
+    def _discard(self, group: Discarded[Work, Result]) -> None:
+        self.counts[group.kind] += 1
+        self._discarded.append(group)
 
-    def _go_on(self, plan: Plan[Work]) -> None:
+    def _go_on(self, plan: Plan[Work, Result]) -> None:
         """One group fewer runs: start another, or see that the step has enough."""
         if len(plan.ready) == self.config.prompts_per_step:
             for group in list(plan.running.values()):
@@ -280,7 +310,7 @@ class RolloutStream(Generic[Work]):
             self._wake.set_result(None)
 
     async def _wait(self) -> None:
-        """Until the next step is complete or the stream broken."""
+        """Wait until the next step is complete or the stream broken."""
         if self._wake:
             raise RuntimeError(f"the batch of step {self._next} is already being waited for")
         self._wake = asyncio.get_running_loop().create_future()
@@ -296,7 +326,7 @@ class RolloutStream(Generic[Work]):
         if plan := self._plans.get(self._next):
             return plan.state(self.config, now=asyncio.get_running_loop().time())
         needed = self._next - self.config.max_offpolicy_steps
-        return f"its groups start at version {needed}, and the version is {self.version}"
+        return f"its groups start after {needed} steps, and {self.steps_done} are done"
 
 
 def _report(message: str, error: BaseException) -> None:

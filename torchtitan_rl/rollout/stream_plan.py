@@ -2,11 +2,14 @@
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from torchtitan_rl.config.stream import SPARES, SPARES_PER_STEP, StreamConfig
 
 Work = TypeVar("Work")
+"""What a group is while it runs."""
+Result = TypeVar("Result")
+"""What became of it."""
 Kind = Literal["trained", "dropped", "failed", "timed_out", "cancelled"]
 
 
@@ -24,7 +27,7 @@ def index_name(index: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Untrained(Generic[Work]):
+class Discarded(Generic[Work, Result]):
     """A group that ended, but not in training."""
 
     work: Work
@@ -32,30 +35,35 @@ class Untrained(Generic[Work]):
     step: int
     kind: Kind
     reason: str
+    result: Result | None = None
+    """What became of it, if it ended well and is not needed."""
+    error: BaseException | None = None
+    """What it raised, if it did."""
 
 
 @dataclass(slots=True, eq=False)
-class Running(Generic[Work]):
+class Running(Generic[Work, Result]):
     """A group under way."""
 
     work: Work
     index: int
-    plan: "Plan[Work]"
-    version: int
+    plan: "Plan[Work, Result]"
+    steps_done: int
+    """Training steps that were done when it started."""
     since: float
-    task: asyncio.Task[None]
+    task: asyncio.Task[Any]
     timer: asyncio.TimerHandle
 
 
 @dataclass(slots=True, eq=False)
-class Plan(Generic[Work]):
+class Plan(Generic[Work, Result]):
     """The groups of one step."""
 
     step: int
     starts: int = 0
     failures: int = 0
-    running: dict[int, Running[Work]] = field(default_factory=dict)
-    ready: dict[int, Work] = field(default_factory=dict)
+    running: dict[int, Running[Work, Result]] = field(default_factory=dict)
+    ready: dict[int, tuple[Work, Result]] = field(default_factory=dict)
 
     def wants_more(self, config: StreamConfig) -> bool:
         live, wanted = len(self.ready) + len(self.running), config.prompts_per_step
@@ -73,7 +81,7 @@ class Plan(Generic[Work]):
         oldest = sorted(self.running.values(), key=lambda run: run.since)
         shown = [
             f"group {index_name(run.index)} for {now - run.since:.1f} s "
-            f"(started at version {run.version})"
+            f"(started after {run.steps_done} steps)"
             for run in oldest[:8]
         ]
         more = [f"{len(oldest) - 8} more"] if len(oldest) > 8 else []

@@ -48,7 +48,7 @@ def resolved(config: RunConfig) -> RunConfig:
     """The config with everything switched on that a part of it needs; `notices` says so."""
     sampling, engine = config.generator.sampling, config.generator.engine
     needs = episode_needs(config)
-    if "generator_logprobs" in needs:
+    if "token_logprobs" in needs:
         sampling = replace(sampling, logprobs=True)
     if "routed_experts" in needs:
         engine = replace(engine, return_routed_experts=True)
@@ -65,14 +65,14 @@ def notices(config: RunConfig) -> list[str]:
             "were recorded, with their advantages, echo weights and untrained share; nothing is "
             "generated, graded or evaluated",
         ]
-    if config.max_offpolicy_steps and "generator_logprobs" not in needs:
+    if config.max_offpolicy_steps and "token_logprobs" not in needs:
         found.append(
             "with max_offpolicy_steps, tokens of older weights are trained on, and "
             f"{loss.name} counts them as new; trainer.loss.name dppo or "
             "trainer.loss.correction.importance_weight token would not"
         )
     for name, on, what in (
-        ("generator_logprobs", config.generator.sampling.logprobs, "the generator's logprobs"),
+        ("token_logprobs", config.generator.sampling.logprobs, "the generator's logprobs"),
         ("routed_experts", config.generator.engine.return_routed_experts, "its experts"),
     ):
         if name in needs and not on:

@@ -1,4 +1,15 @@
-"""The run, in one file: roll out, score, turn into episodes, train, sync, evaluate.
+"""The run, in one file: roll out, grade, annotate, turn into episodes, train, sync, evaluate.
+
+    PromptGroup ─roll out─► RolloutGroup ─grade─► ScoredGroup ─annotate─► RolloutRecord ─┐
+        ▲      generators,              grader              advantages,                 │
+        │      environment                                  echo weights                │
+        │                          saved runs (rollout.train_from) ─► RolloutRecord ────┤
+        │                                                                               │
+      weights ◄─sync── Trainer ◄─── Grid of microbatches ◄─── Episode ◄──make_batch─────┤
+                                                                                        │
+                                  rollout log, metrics, failures, progress guard ◄──────┘
+
+Each stage takes values and returns new ones; everything after `annotate` is a function of records.
 
 By default a step is synchronous: what it trains on was sampled with the weights it starts from, and
 prompts and seeds derive from the step number alone, so a resumed run continues exactly. With
@@ -9,12 +20,11 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
-from torchtitan_rl.actors.environment import Request, Response
-from torchtitan_rl.algorithms.advantage import group_advantages
+from torchtitan_rl.actors.interfaces import EnvironmentRequest, EnvironmentResponse
 from torchtitan_rl.algorithms.objective import episode_needs
 from torchtitan_rl.batching.grid import Grid, grid_metrics, make_grid, split_groups
 from torchtitan_rl.batching.overlong import limit_length
@@ -38,18 +48,22 @@ from torchtitan_rl.observability.sinks import open_metrics_log
 from torchtitan_rl.observability.timeline import Timeline
 from torchtitan_rl.platform.garbage import collect_garbage_rarely
 from torchtitan_rl.rollout.batch_filter import BatchFilter
-from torchtitan_rl.rollout.episodes import make_batch
-from torchtitan_rl.rollout.failures import Failures
+from torchtitan_rl.rollout.discards import take_dropped
+from torchtitan_rl.rollout.episodes import annotate, has_signal, make_batch
+from torchtitan_rl.rollout.failures import FailureReporter
+from torchtitan_rl.rollout.grading import grade
+from torchtitan_rl.rollout.groups import PromptGroup, RolloutGroup, ScoredGroup
 from torchtitan_rl.rollout.log import RolloutLog
-from torchtitan_rl.rollout.loop import Group, all_scored, roll_out, take_rewards, waited
-from torchtitan_rl.rollout.metrics import evaluation_metrics, rollout_metrics
+from torchtitan_rl.rollout.loop import RolloutLoop
+from torchtitan_rl.rollout.metrics import evaluation_metrics, failure_metrics, rollout_metrics
 from torchtitan_rl.rollout.prompts import PromptGroups
+from torchtitan_rl.rollout.record import RolloutRecord, evaluation_records
 from torchtitan_rl.rollout.renderer import ChatRenderer
-from torchtitan_rl.rollout.replay import open_dump
+from torchtitan_rl.rollout.replay import open_replay
 from torchtitan_rl.rollout.stream import RolloutStream
 from torchtitan_rl.run.actor_set import ActorSet
 from torchtitan_rl.run.checks import check_code, check_machine, checked_model, resolved
-from torchtitan_rl.run.progress_guard import Health
+from torchtitan_rl.run.progress_guard import ProgressGuard
 from torchtitan_rl.run.starting_model import model_folder
 from torchtitan_rl.run.sync import WeightSync
 from torchtitan_rl.supervision.calls import call_with_deadline
@@ -78,8 +92,13 @@ class Controller:
         hf_config = checked_model(config)
         self.needs = episode_needs(config)
         self.vocab_size: int = hf_config["vocab_size"]
-        self.hidden_size: int = hf_config["hidden_size"]
         self.experts = experts_of(hf_config)
+        self.make_grid = partial(
+            make_grid,
+            tokens_per_microbatch=config.trainer.tokens_per_microbatch,
+            share_prompts=config.trainer.share_prompts,
+            hidden_size=hf_config["hidden_size"],
+        )
         self.folder = RunFolder(Path(config.output_dir) / config.run_name, resume=config.resume)
         self.task: Task = config.task.build(seed=config.seed)
         self.tasks = self.task.members()
@@ -97,7 +116,7 @@ class Controller:
                 self.renderer.check_tools(task.name)
         self.groups = PromptGroups(config, self.tasks, self.renderer)
         self.heldout = self.groups.heldout(self.task, config.evaluation.prompts)
-        self.dump = open_dump(config, self.tasks, self.renderer, hf_config)
+        self.replay = open_replay(config, self.tasks, hf_config)
         self.timeline = Timeline(self.folder.timeline if config.log.timeline else None)
         self.actors = ActorSet(
             config, self.folder, interactive=bool(self.interactive), timeline=self.timeline
@@ -107,9 +126,9 @@ class Controller:
         self.steps_done = 0
         self.policy_version = 0
         self.rollout_log = RolloutLog(self.folder.rollouts if config.log.rollouts else None)
-        self.stream: RolloutStream[Group] | None = None
-        self.health = Health(config.supervision.most_untrainable_steps)
-        self.failures = Failures(self.folder, list(self.tasks))
+        self.stream: RolloutStream[RolloutLoop, list[RolloutRecord]] | None = None
+        self.guard = ProgressGuard(config.supervision.most_untrainable_steps)
+        self.failures = FailureReporter(self.folder)
         self.interrupted = asyncio.Event()
 
     # ---- the run ------------------------------------------------------------------------------
@@ -131,7 +150,7 @@ class Controller:
                         raise Interrupted
                     if self.steps_done % config.checkpoint.every == 0:
                         await self.save()
-            if not self.dump:
+            if not self.replay:
                 log.write(config.steps, await interruptible(self.interrupted, self.evaluate()))
             await self.save()
             await self.export(self.folder.model)
@@ -147,41 +166,40 @@ class Controller:
         """One step; returns what to log. Interruptible until training starts."""
         clock, stop, config = Clock(), self.interrupted, self.config
         evaluation: dict[str, float] = {}
-        if step % config.evaluation.every == 0 and not self.dump:
+        if step % config.evaluation.every == 0 and not self.replay:
             with clock("evaluate"):
                 evaluation = await interruptible(stop, self.evaluate())
         started = time.perf_counter()
 
-        groups = await interruptible(stop, self.rollouts(step, clock))
-        share = config.rollout.untrained_share
-        batch = make_batch(groups, config.advantage, untrained_share=share)
-        dropped = self.take_dropped()
+        records = await interruptible(stop, self.rollouts(step, clock))
+        dropped = take_dropped(self.stream)
         # Before anything that may fail: then they are what one wants to look at.
-        await self.save_rollouts(step, groups + dropped)
-        self.health.check_rollouts(groups)
+        await self.save_rollouts(step, records + dropped)
+        self.guard.check_rollouts(records)
+        batch = make_batch(records)
         budget, overlong = config.trainer.tokens_per_microbatch, config.trainer.overlong
         chosen = self.batch_filter(batch.episodes)
         episodes, training = limit_length(chosen, budget, overlong)
         training["episodes_filtered"] = len(batch.episodes) - len(chosen)
         if batch.unattributed:
             training["echo_unattributed"] = batch.unattributed
-        self.health.check_episodes(groups, episodes)
+        self.guard.check_episodes(records, episodes)
         with clock("train"):
-            if heldout := limit_length(batch.heldout, budget, overlong)[0]:
-                measured = await interruptible(stop, self.measure(heldout))
-                training |= {f"heldout/{name}": value for name, value in measured.items()}
+            if untrained := limit_length(batch.untrained, budget, overlong)[0]:
+                measured = await interruptible(stop, self.measure(untrained))
+                training |= {f"untrained/{name}": value for name, value in measured.items()}
             if episodes:
                 training |= await self.train(episodes)
         self.steps_done = step + 1
         with clock("sync"):
-            if not self.dump:
+            if not self.replay:
                 await self.sync.begin(trained=bool(episodes), stream=self.stream)
 
         seconds = time.perf_counter() - started
-        tokens = sum(len(c.rollout.token_ids) for group in groups for c in group.conversations)
+        tokens = sum(record.tokens for record in records if record.split != "dropped")
         return {
-            **flatten(rollout_metrics(all_scored(groups), self.interactive)),
-            **self.count_failures(step, groups + dropped),
+            **flatten(rollout_metrics(records, self.interactive)),
+            **self.count_failures(step, records + dropped),
             **training,
             **self.sync.metrics,
             **evaluation,
@@ -194,90 +212,82 @@ class Controller:
 
     # ---- the phases of a step -----------------------------------------------------------------
 
-    def prompts(self, step: int) -> list[Group]:
-        """The prompt groups of a step, a function of the step number."""
-        first = step * self.config.prompts_per_step
-        indices = range(first, first + self.config.prompts_per_step)
+    def prompts(self, first: int, count: int = 1) -> list[PromptGroup]:
+        """Prompt groups of the run, a function of their index."""
+        indices = range(first, first + count)
         return self.groups("train", [self.task.train_example(i) for i in indices], first)
 
-    async def rollouts(self, step: int, clock: Clock) -> list[Group]:
-        """The graded groups of a step; with a stream, they were started ahead of it."""
-        if self.dump:
+    async def rollouts(self, step: int, clock: Clock) -> list[RolloutRecord]:
+        """The rollouts of a step, annotated; with a stream, they were started ahead of it."""
+        if self.replay:
             with clock("read"):
-                return await asyncio.to_thread(self.dump.groups, step)
+                return await asyncio.to_thread(self.replay.records, step)
         if self.stream:
             with clock("generate"):
-                return await self.stream.batch(step)
-        groups = self.prompts(step)
+                groups = await self.stream.batch(step)
+            return [record for records in groups for record in records]
+        count = self.config.prompts_per_step
         with clock("generate"):
-            await self.roll_out(groups)
+            rolled_out = await self.roll_out(self.prompts(step * count, count))
         with clock("grade"):
-            await self.grade(groups)
-        return groups
+            scored = await self.grade(rolled_out)
+        return [record for group in scored for record in self.annotate(group)]
 
-    def make_stream(self) -> RolloutStream[Group] | None:
+    def make_stream(self) -> RolloutStream[RolloutLoop, list[RolloutRecord]] | None:
         """None where a step rolls out all its groups together: only so are runs repeatable."""
         config = self.config
         if not config.streams:
             return None
 
-        async def play(group: Group) -> None:
-            await self.roll_out([group])
-            await self.grade([group])
+        async def play(loop: RolloutLoop) -> ScoredGroup:
+            return (await self.grade(await loop.run()))[0]
 
         return RolloutStream(
             config.stream,
-            start=lambda i: self.groups("train", [self.task.train_example(i)], i)[0],
+            start=lambda index: self.loop(self.prompts(index)),
             play=play,
-            useful=self.teaches if config.rollout.max_groups_per_step else None,
+            finish=self.annotate,
+            useful=has_signal if config.rollout.max_groups_per_step else None,
             first_step=self.steps_done,
             end_step=config.steps,
         )
 
-    def teaches(self, group: Group) -> bool:
-        return any(group_advantages(self.config.advantage, group.scored, group.id))
-
-    async def save_rollouts(self, step: int, groups: list[Group]) -> None:
-        if self.dump:
-            await self.rollout_log.copy(self.dump.file(step))
+    async def save_rollouts(self, step: int, records: list[RolloutRecord]) -> None:
+        if self.replay:
+            await self.rollout_log.copy(self.replay.file(step))
         else:
-            await self.rollout_log.write(step, groups)
+            await self.rollout_log.write(step, records)
 
-    def take_dropped(self) -> list[Group]:
-        """Groups that ended since the last step, and are not trained."""
-        ended = self.stream.take_untrained() if self.stream else []
-        for untrained in ended:
-            untrained.work.give_up(untrained.kind, untrained.reason)
-        return [untrained.work for untrained in ended]
-
-    def count_failures(self, step: int, groups: list[Group]) -> dict[str, float]:
+    def count_failures(self, step: int, records: list[RolloutRecord]) -> dict[str, float]:
         """What came to nothing since the last step, by task; each is logged, once."""
-        return {**self.failures.of_step(step, groups), **self.actors.take_deaths()}
+        lost = failure_metrics(self.failures.of_step(step, records), self.tasks)
+        return {**lost, **self.actors.take_deaths()}
 
-    async def roll_out(self, groups: list[Group]) -> None:
-        """Give each group its rollouts."""
-        await roll_out(
-            groups,
-            sample=self.actors.generators.sample_prompts,
+    def loop(self, prompts: list[PromptGroup]) -> RolloutLoop:
+        return RolloutLoop(
+            prompts,
+            sample=self.actors.generators.sample,
             respond=self.respond,
             renderer=self.renderer,
             limits=self.config.limits,
         )
 
-    async def respond(self, requests: list[Request]) -> list[Response]:
+    async def roll_out(self, prompts: list[PromptGroup]) -> list[RolloutGroup]:
+        """All rollouts of these prompts."""
+        return await self.loop(prompts).run()
+
+    async def respond(self, requests: list[EnvironmentRequest]) -> list[EnvironmentResponse]:
         assert self.actors.environments is not None
         return await self.actors.environments.respond(requests, step=self.steps_done)
 
-    async def grade(self, groups: list[Group]) -> None:
-        """Give each group its scored rollouts."""
-        alive, asked = [group for group in groups if group.conversations], time.monotonic()
-        if not alive:
-            raise RuntimeError(groups[0].failures[0].reason)
-        ungraded = [group.ungraded for group in alive]
-        given = await self.actors.graders.rewards(ungraded, step=self.steps_done)
-        for group in alive:
-            waited(group.conversations, "grade", since=asked)
-        take_rewards(alive, given)
+    async def grade(self, groups: list[RolloutGroup]) -> list[ScoredGroup]:
+        """The groups with the rewards of their rollouts."""
+        return await grade(groups, partial(self.actors.graders.rewards, step=self.steps_done))
+
+    def annotate(self, group: ScoredGroup) -> list[RolloutRecord]:
+        """The rollouts of a group with what each is to train."""
+        share = self.config.rollout.untrained_share
+        return annotate(group, self.config.advantage, untrained_share=share)
 
     async def train(self, episodes: list[Episode]) -> dict[str, float]:
         """Optimizer steps on these episodes: one, unless trainer.updates_per_step says more."""
@@ -300,7 +310,7 @@ class Controller:
             episodes,
             vocab_size=self.vocab_size,
             # Another trainer's count: it may have trained a step that this one leaves out.
-            version=None if self.dump else self.policy_version,
+            version=None if self.replay else self.policy_version,
             experts=self.experts,
         )
         if self.actors.references:
@@ -311,35 +321,29 @@ class Controller:
     def weighed_grid(self, episodes: list[Episode]) -> Grid:
         config = self.config.trainer
         weighed = weigh(episodes, config.loss.reduction, fixed_length=self.longest)
-        return self.grid(weighed, config.parallelism.dp_degree)
-
-    def grid(self, episodes: list[Episode], dp_degree: int) -> Grid:
-        return make_grid(
-            episodes,
-            dp_degree=dp_degree,
-            tokens_per_microbatch=self.config.trainer.tokens_per_microbatch,
-            share_prompts=self.config.trainer.share_prompts,
-            hidden_size=self.hidden_size,
-        )
+        return self.make_grid(weighed, dp_degree=config.parallelism.dp_degree)
 
     async def add_ref_logprobs(self, episodes: list[Episode]) -> list[Episode]:
         """The episodes with the logprobs of their tokens under the frozen reference model."""
         assert self.actors.references is not None
         parallelism = self.config.trainer.reference.parallelism
-        grid = self.grid(episodes, parallelism.dp_degree)
+        grid = self.make_grid(episodes, dp_degree=parallelism.dp_degree)
         ranks = await self.actors.references.logprobs(grid, step=self.steps_done)
         # Ranks that share each layer give the same answer; the first of them is enough.
         rows = grid.read_back(ranks[:: parallelism.tensor_parallel_degree])
-        return [replace(e, ref_logprobs=r.tolist()) for e, r in zip(episodes, rows, strict=True)]
+        return [
+            episode.with_columns(ref_logprobs=row.tolist())
+            for episode, row in zip(episodes, rows, strict=True)
+        ]
 
     async def evaluate(self) -> dict[str, float]:
         """Greedy accuracy and reward of the newest weights on the held-out prompts."""
         await self.sync.done()
-        await self.roll_out(self.heldout)
-        await self.grade(self.heldout)
-        await self.rollout_log.write(self.steps_done, self.heldout, split="evaluation")
-        failed = self.failures.of_evaluation(self.steps_done, self.heldout)
-        return {**evaluation_metrics(all_scored(self.heldout)), **failed}
+        groups = await self.grade(await self.roll_out(self.heldout))
+        records = [record for group in groups for record in evaluation_records(group)]
+        await self.rollout_log.write(self.steps_done, records, evaluation=True)
+        failed = self.failures.of_evaluation(self.steps_done, records)
+        return {**evaluation_metrics(records), **failed}
 
     async def save(self) -> None:
         """Checkpoint what `steps_done` steps have made, unless that is on disk already."""
@@ -354,20 +358,16 @@ class Controller:
 
     async def call(self, who: str, what: str, reply: Awaitable[Result]) -> Result:
         """Wait for an actor: not for ever, and to be seen in the timeline."""
-        deadline = self.config.supervision.deadline_seconds
+        wanted, deadline = f"the {who} to {what}", self.config.supervision.deadline_seconds
         with self.timeline.span(who, what, step=self.steps_done):
-            return await call_with_deadline(
-                f"the {who} to {what}", reply, deadline_seconds=deadline
-            )
+            return await call_with_deadline(wanted, reply, deadline_seconds=deadline)
 
     # ---- the actors ---------------------------------------------------------------------------
 
     async def __aenter__(self) -> "Controller":
         """Write the config, spawn the actors side by side, and give the generator the weights."""
-        config = self.config
-        for change in self.folder.create(
-            config.to_dict(), fixed=fixed_settings(config), model=model_folder(config)
-        ):
+        config, fixed = self.config, fixed_settings(self.config)
+        for change in self.folder.create(config.to_dict(), fixed=fixed, model=model_folder(config)):
             console.print(f"changed since the run started: {change}", markup=False)
         start_monarch(self.folder.log_file("monarch"))
         try:
@@ -391,7 +391,8 @@ class Controller:
         if self.stream:
             with contextlib.suppress(TimeoutError):  # what does not end now, ends with the actors
                 await self.stream.close()
-            self.count_failures(self.steps_done, self.take_dropped())  # why, if that was the end
+            # Why, if that was the end.
+            self.count_failures(self.steps_done, take_dropped(self.stream))
         await self.sync.close()
         await self.actors.stop()
         self.timeline.close()

@@ -83,7 +83,7 @@ class WeightSync:
             if trained:
                 await self._publish_and_pull()
             if stream:
-                stream.advance(stream.version + 1)
+                stream.advance(stream.steps_done + 1)
         except Exception as error:
             if stream:  # else whoever waits for its groups would not know
                 stream.fail(error)

@@ -28,13 +28,13 @@ from torchtitan_rl.config import (
     WarmStartConfig,
 )
 from torchtitan_rl.core.plugins import nearest
-from torchtitan_rl.core.types import Episode, Message
+from torchtitan_rl.core.types import Completion, Episode, Message, Turn
 from torchtitan_rl.core.waiting import Interrupted, interruptible
 from torchtitan_rl.models.makers.tiny import write_tiny_model
 from torchtitan_rl.observability.console import StepProgress, console
 from torchtitan_rl.rollout.episodes import to_episodes
 from torchtitan_rl.rollout.renderer import ChatRenderer
-from torchtitan_rl.rollout.sequences import Turn, merge_turns, turn_alphas
+from torchtitan_rl.rollout.sequences import merge_turns, turn_alphas
 from torchtitan_rl.run.starting_model import model_folder
 from torchtitan_rl.tasks.task import Task
 
@@ -235,5 +235,7 @@ def taught_turns(
                 prompt + messages[:number], tools=tools
             )
             said = []
-        turns.append(Turn.after(shown, renderer.reply(message)))
+        ids = renderer.reply(message)
+        # Nobody sampled it: a completion without columns.
+        turns.append(shown.then(Completion(0, 0, shown.token_ids, "", ids)))
     return turns

@@ -6,7 +6,7 @@ successor gets the current weights before it gets work.
 
 import contextlib
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -121,29 +121,6 @@ class Generators:
             for index, sample in zip(work.payload.indices, _samples(work), strict=True)
         }
         return [samples[index] for index in range(len(requests))]
-
-    async def sample_prompts(
-        self,
-        prompts: list[list[int]],
-        samplings: list[SamplingConfig],
-        names: list[str],
-        groups: Sequence[str],
-    ) -> list[Completion]:
-        """`n` completions of each prompt; one that failed has no tokens, and its text says why."""
-        requests = [
-            SampleRequest(prompt, replace(sampling, n=1), group, name, number)
-            for prompt, sampling, name, group in zip(prompts, samplings, names, groups, strict=True)
-            for number in range(sampling.n)
-        ]
-        index = [i for i, sampling in enumerate(samplings) for _ in range(sampling.n)]
-        made = []
-        for i, request, sample in zip(index, requests, await self.sample(requests), strict=True):
-            if isinstance(sample, SampleFailure):
-                why = sample.reason if sample.kind == "failed" else ""
-                sample = Completion(0, i, request.prompt_token_ids, why, [], None, "abort")
-            sample.prompt_idx = i
-            made.append(sample)
-        return made
 
     async def sample_on_each(self, prompt: list[int], sampling: SamplingConfig) -> list[Completion]:
         """What each generator makes of a prompt; nothing of one that dies over it."""

@@ -5,6 +5,8 @@ import math
 import re
 from typing import Any
 
+from torchtitan_rl.rollout.record_schema import upgraded_split
+
 COLUMNS = {
     "step": "INTEGER",
     "split": "TEXT",
@@ -32,6 +34,8 @@ def columns_of(record: dict[str, Any], file: str) -> tuple[Any, ...]:
     row: list[Any] = []
     for name, kind in COLUMNS.items():
         value = record.get(name)
+        if name == "split":
+            value = upgraded_split(value)
         if name == "seconds":
             parts = value.values() if isinstance(value, dict) else [value]
             row.append(_sum([number(part) for part in parts]))

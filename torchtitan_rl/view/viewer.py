@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_rl.core.errors import TorchtitanRLError
+from torchtitan_rl.rollout.record_schema import upgraded
 from torchtitan_rl.view import spans as timeline
 from torchtitan_rl.view.columns import number, text
 from torchtitan_rl.view.decode import Decoder
@@ -107,6 +108,7 @@ class Viewer:
             record = parse(self._line(run, row)) if row is not None else None
             if record is None:
                 raise NotFound("this rollout is not in the run's files, or not indexed yet")
+            record = upgraded(record)
             found = self._sequences(connection, run, row, record)
             samples = self._samples(connection, run, row["step"], row["group"])
         return {
@@ -172,7 +174,7 @@ class Viewer:
                 sequence, row["advantage"], export, trained=row["split"] == "train"
             )
             columns["segments"] = segments(columns, messages if isinstance(messages, list) else [])
-            columns["text"] = self._decoder(run).pieces(columns["ids"])
+            columns["text"] = self._decoder(run).pieces(columns["tokens"])
             found.append(columns)
         return found
 

@@ -66,7 +66,7 @@ export function compare(root, parameters) {
 
   function show(a, b) {
     const full = { a: a.run, a_key: a.key, b: b.run, b_key: b.key };
-    const differsAt = firstDifference(a.sequences[0]?.ids || [], b.sequences[0]?.ids || []);
+    const differsAt = firstDifference(a.sequences[0]?.tokens || [], b.sequences[0]?.tokens || []);
     const talks = [a, b].map((rollout) => conversation(rollout, { differsAt }));
     const bar = modeBar([a, b], (colours) => talks.forEach((talk) => talk.paint(colours)));
     root.replaceChildren(

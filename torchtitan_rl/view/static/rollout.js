@@ -2,7 +2,7 @@
 import { h, mark, short, shortText, showTip, visible } from "./dom.js";
 import { get, store } from "./store.js";
 import { addressOf, neighbour, rolloutAddress } from "./table.js";
-import { MODES, modesOf, palette, sequenceView } from "./tokens.js";
+import { allModes, modeOf, modesOf, palette, sequenceView } from "./tokens.js";
 
 const MODE_KEY = "mode";
 
@@ -17,13 +17,13 @@ export function modeBar(rollouts, onchange) {
   const legend = h("span");
   let mode = localStorage.getItem(MODE_KEY) || "advantage";
   if (!modes.includes(mode)) mode = modes.find((name) => name !== "rl") || modes[0] || "rl";
-  const buttons = Object.keys(MODES).map((name) => {
+  const buttons = allModes(sequences).map((name) => {
     const missing = !modes.includes(name);
     const title = missing ? "this run has not saved it for this rollout" : "";
     return h(
       "button",
       { "data-mode": name, disabled: missing, title, onclick: () => choose(name) },
-      MODES[name].label,
+      modeOf(name).label,
     );
   });
   const choose = (name) => {

@@ -24,22 +24,34 @@ const MOST_TOKENS = 20000; // of a sequence, before the rest has to be asked for
 // How to colour: `of` is a token's number, `scale` which end of it has which colour.
 export const MODES = {
   advantage: { label: "advantage", scale: "both", of: (c, i) => c.advantage[i] },
-  generator_logprob: { label: "generator logprob", scale: "low", of: (c, i) => c.generator_logprob[i] },
-  trainer_logprob: { label: "trainer logprob", scale: "low", of: (c, i) => c.trainer_logprob[i] },
-  mismatch: { label: "mismatch", scale: "both", of: (c, i) => c.mismatch[i] },
-  ratio: {
+  token_logprobs: { label: "generator logprob", scale: "low", of: (c, i) => c.token_logprobs[i] },
+  trainer_logprobs: { label: "trainer logprob", scale: "low", of: (c, i) => c.trainer_logprobs[i] },
+  mismatches: { label: "mismatch", scale: "both", of: (c, i) => c.mismatches[i] },
+  ratios: {
     label: "ratio",
     scale: "both",
-    of: (c, i) => (c.ratio[i] > 0 ? Math.log(c.ratio[i]) : null),
+    of: (c, i) => (c.ratios[i] > 0 ? Math.log(c.ratios[i]) : null),
     text: (v) => short(Math.exp(v)),
   },
-  entropy: { label: "entropy", scale: "high", of: (c, i) => c.entropy[i] },
+  entropies: { label: "entropy", scale: "high", of: (c, i) => c.entropies[i] },
   rl: { label: "mask", kinds: maskOf },
-  version: {
+  token_versions: {
     label: "policy version",
-    kinds: (c, i) => (c.version[i] === null ? null : `version ${c.version[i]}`),
+    kinds: (c, i) => (c.token_versions[i] === null ? null : `version ${c.token_versions[i]}`),
   },
 };
+
+/** How to colour by a column; one that is none of ours is shown under its own name. */
+export function modeOf(name) {
+  return Object.hasOwn(MODES, name)
+    ? MODES[name]
+    : { label: name.replaceAll("_", " "), scale: "both", of: (c, i) => c[name][i] };
+}
+
+/** All modes: ours, and the columns that the generator of a run has declared. */
+export function allModes(sequences) {
+  return [...new Set([...Object.keys(MODES), ...sequences.flatMap((columns) => columns.own)])];
+}
 
 function maskOf(columns, i) {
   if (columns.masked?.[i] > 0) return "held: ratio too high";
@@ -50,7 +62,7 @@ function maskOf(columns, i) {
 
 /** The modes for which some token of some sequence has a value. */
 export function modesOf(sequences) {
-  return Object.keys(MODES).filter((mode) =>
+  return allModes(sequences).filter((mode) =>
     sequences.some((columns) => columns[mode]?.some((value) => value !== null)),
   );
 }
@@ -60,12 +72,12 @@ export function modesOf(sequences) {
  * the scale of a mode, as to the advantages of the whole group.
  */
 export function palette(mode, sequences, reach = {}) {
-  return MODES[mode].kinds ? kinds(mode, sequences) : scale(mode, sequences, reach[mode] || 0);
+  return modeOf(mode).kinds ? kinds(mode, sequences) : scale(mode, sequences, reach[mode] || 0);
 }
 
 function kinds(mode, sequences) {
   const found = new Set(
-    sequences.flatMap((columns) => columns.ids.map((_, i) => MODES[mode].kinds(columns, i))),
+    sequences.flatMap((columns) => columns.tokens.map((_, i) => MODES[mode].kinds(columns, i))),
   );
   found.delete(null);
   const order = Object.keys(MASKS);
@@ -82,7 +94,7 @@ function kinds(mode, sequences) {
 }
 
 function scale(mode, sequences, reach) {
-  const { of, scale: kind, text = short } = MODES[mode];
+  const { of, scale: kind, text = short } = modeOf(mode);
   let low = 0;
   let high = 0;
   for (const columns of sequences)
@@ -120,16 +132,16 @@ function swatch(background) {
 function details(columns, i) {
   const rows = [
     ["token", visibleToken(columns.text[i])],
-    ["id", String(columns.ids[i])],
+    ["id", String(columns.tokens[i])],
     ["place", i < columns.prompt ? `prompt ${i}` : `${i - columns.prompt}`],
   ];
-  for (const mode of Object.keys(MODES))
-    if (mode !== "rl" && columns[mode]) rows.push([MODES[mode].label, short(columns[mode][i])]);
-  if (columns.position) rows.push(["position", short(columns.position[i])]);
+  for (const mode of allModes([columns]))
+    if (mode !== "rl" && columns[mode]) rows.push([modeOf(mode).label, short(columns[mode][i])]);
+  if (columns.positions) rows.push(["position", short(columns.positions[i])]);
   rows.push(["mask", maskOf(columns, i)]);
-  if (columns.alpha?.[i]) rows.push(["echo weight", short(columns.alpha[i])]);
-  if (columns.generator_logprob?.[i] !== null && columns.generator_logprob !== undefined)
-    rows.push(["probability", `${short(100 * Math.exp(columns.generator_logprob[i]))} %`]);
+  if (columns.echo_alpha?.[i]) rows.push(["echo weight", short(columns.echo_alpha[i])]);
+  if (columns.token_logprobs?.[i] !== null && columns.token_logprobs !== undefined)
+    rows.push(["probability", `${short(100 * Math.exp(columns.token_logprobs[i]))} %`]);
   return h(
     "table",
     { class: "details" },

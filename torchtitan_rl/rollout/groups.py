@@ -1,0 +1,78 @@
+"""The samples of one prompt, stage by stage. Plain values: no stage changes what it was given.
+
+    PromptGroup ──roll out──► RolloutGroup ──grade──► ScoredGroup ──annotate──► RolloutRecords
+
+Every rollout that a PromptGroup asks for is in the RolloutGroup once, with how it ended; and in the
+ScoredGroup once, scored or lost.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torchtitan_rl.config.sampling import SamplingConfig
+from torchtitan_rl.core.types import Rollout, ScoredCompletion, Status
+from torchtitan_rl.rollout.sequences import Rendered
+from torchtitan_rl.tasks.task import Example, Task
+
+
+@dataclass(frozen=True, slots=True)
+class PromptGroup:
+    """A prompt to roll out `sampling.n` times."""
+
+    id: str
+    """Unique in the run."""
+    task: Task
+    example: Example
+    sampling: SamplingConfig
+    shown: Rendered
+    """The prompt in tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutGroup:
+    """All rollouts of a prompt, by their number in the group; each says how it ended."""
+
+    prompt: PromptGroup
+    rollouts: tuple[Rollout, ...]
+
+    @property
+    def ended(self) -> list[Rollout]:
+        """The rollouts that came to an end, to be graded."""
+        return [rollout for rollout in self.rollouts if rollout.status.ended]
+
+    @property
+    def lost(self) -> list[Rollout]:
+        """The rollouts that came to nothing."""
+        return [rollout for rollout in self.rollouts if not rollout.status.ended]
+
+    def whole(self) -> "RolloutGroup":
+        """The group as its task can score it: if that needs all samples, and one came to nothing,
+        none is left."""
+        if not (self.lost and self.ended and self.prompt.task.group_scoring):
+            return self
+        return self.failed(Status.FAILED, "another sample of its group failed")
+
+    def failed(self, status: Status, reason: str) -> "RolloutGroup":
+        """The group with nothing to grade; what came to nothing before keeps its reason."""
+        return replace(
+            self,
+            rollouts=tuple(
+                rollout.failed(status, reason) if rollout.status.ended else rollout
+                for rollout in self.rollouts
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredGroup:
+    """The graded rollouts of a prompt, and those that came to nothing."""
+
+    prompt: PromptGroup
+    scored: tuple[ScoredCompletion, ...]
+    """Each holds its Rollout."""
+    lost: tuple[Rollout, ...]
+
+
+def all_scored(groups: Sequence[ScoredGroup]) -> list[tuple[str, ScoredCompletion]]:
+    """Every scored sample with the name of its task."""
+    return [(group.prompt.task.name, scored) for group in groups for scored in group.scored]
