@@ -5,8 +5,8 @@
 
 from dataclasses import dataclass, replace
 
-from config_registry import grpo_sum_digits_tiny
-from torchtitan_rl.run.controller import Controller
+from torchtitan_rl import RunConfig
+from torchtitan_rl.recipes import grpo_sum_digits_tiny
 from torchtitan_rl.tasks.questions import QuestionTask
 
 
@@ -33,6 +33,6 @@ class Palindromes(QuestionTask):  # it keeps some of the questions for evaluatio
         return letters + "".join(rng.sample(letters, 3))
 
 
-def palindromes_tiny() -> Controller.Config:
+def palindromes_tiny() -> RunConfig:
     """Palindromes, from a model that repeats letters in any order."""
     return replace(grpo_sum_digits_tiny(), task=Palindromes.Config())

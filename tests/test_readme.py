@@ -154,5 +154,5 @@ def test_the_readme_is_short():
 
 def test_the_recipes_named_exist():
     """In this repository, or in a block of a page."""
-    known = RECIPES.keys() | set(re.findall(r"^def (\w+)\(\) -> Controller.Config", TEXT, re.M))
+    known = RECIPES.keys() | set(re.findall(r"^def (\w+)\(\) -> RunConfig", TEXT, re.M))
     assert set(re.findall(r"--config (\w+)", TEXT)) <= known

@@ -64,6 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return COMMANDS[name](rest)
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # of `torchtitan-rl list | head`: nobody reads the rest
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 def usage() -> str:
