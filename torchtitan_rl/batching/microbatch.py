@@ -32,7 +32,7 @@ class Piece:
         return self.stop == self.episode.length
 
     def cut(self, values: Any, field: Field) -> Any:
-        """What of an episode's values lies in this piece."""
+        """The part of an episode's values that lies in this piece."""
         first = len(self.episode.prompt_token_ids) if field.covers == "completion" else 0
         start, stop = max(self.start - first, 0), max(self.stop - first, 0)
         return values if start == 0 and stop == len(values) else values[start:stop]
@@ -48,9 +48,9 @@ class Microbatch:
     real: bool = True
     """Whether it holds any episode; else it is a token of padding that keeps a rank in step."""
     tasks: list[str] = field(default_factory=list)
-    """Of each segment of the row: the task it belongs to. None in padding."""
+    """The task of each segment of the row; empty in padding."""
     names: list[str] = field(default_factory=list)
-    """Of each segment: the name of the sequence that ends with it; '' for a prompt that several
+    """For each segment, the name of the sequence that ends with it; '' for a prompt that several
     share."""
 
     @property

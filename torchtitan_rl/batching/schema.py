@@ -24,7 +24,7 @@ class Field:
     """The episode's values, or None where it has none."""
     dtype: str
     shape: tuple[int, ...] = ()
-    """Of one token's value."""
+    """The shape of one token's value."""
 
     @property
     def name(self) -> str:

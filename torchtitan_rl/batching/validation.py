@@ -1,4 +1,4 @@
-"""What an episode must be like: checked on the driver, before any rank sees it."""
+"""Checks of episodes, on the driver, before any rank sees them."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence

@@ -41,12 +41,14 @@ class Column:
     """Its name everywhere: attribute of Completion and Episode, key of the saved record, stream of
     a microbatch."""
     dtype: str
-    """Of its stream. Values in an array keep the array's dtype."""
+    """The dtype of its stream. Values in an array keep the array's own."""
     pad: int | float | bool | Literal["distinct"]
     """The value where there is none: in padding, in tokens that nobody sampled, and in the prompt
     if it covers the completion. `distinct`: 0, 1, 2, ... along the last axis."""
     covers: Covers
+    """Which tokens have a value."""
     made_by: Maker = "generator"
+    """Which stage sets it."""
     optional: bool = True
     """Whether episodes may lack it: all episodes of a batch have it, or none."""
     gaps: bool = False
@@ -114,7 +116,7 @@ def declare(column: Column) -> Column:
 
 
 def undeclared(name: str) -> str:
-    """What to say of a name that is no column."""
+    """The message about a name that is no column."""
     return (
         f"nobody has declared a column {name!r} ({nearest(name, COLUMNS)}); "
         "torchtitan_rl.core.columns.declare makes one known"

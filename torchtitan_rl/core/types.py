@@ -1,4 +1,4 @@
-"""What passes from stage to stage of a step: Completion, Rollout, ScoredCompletion, Episode.
+"""The values that pass from stage to stage: Completion, Rollout, ScoredCompletion, Episode.
 
 Each stage takes a value and returns a new one; no stage changes what an earlier one has made.
 """
@@ -19,7 +19,7 @@ Message = dict[str, Any]
 
 FinishReason = Literal["stop", "length", "abort"]
 Outcome = Literal["ok", "malformed", "unknown", "raised", "timed_out"]
-"""What became of a tool call: `malformed` in its form or its arguments, of an `unknown` tool."""
+"""Outcome of a tool call: `malformed` in its form or its arguments, of an `unknown` tool."""
 Role = Literal["system", "user", "assistant", "tool"]
 
 
@@ -112,7 +112,7 @@ class WithColumns:
 
 @dataclass(slots=True, init=False)
 class Completion(WithColumns):
-    """What the generator made of one prompt, and nothing more: no reward, no advantage, no group.
+    """One sample of a prompt, as the generator made it: no reward, no advantage, no group.
 
     Example:
         Completion(policy_version=3, prompt_idx=0, prompt_token_ids=[7, 8], text="4 7 [ANSWER] 11",
@@ -208,9 +208,9 @@ class Rollout:
     status: Status = Status.FINISHED
     """How it ended."""
     state: dict[str, Any] = field(default_factory=dict)
-    """What the task's tools have made of `Example.state`."""
+    """The state of its conversation: `Example.state`, as the task's tools have changed it."""
     outcomes: list[Outcome] = field(default_factory=list)
-    """What became of its tool calls, in order."""
+    """The outcome of each tool call, in order."""
     failure: str = ""
     """Why it came to nothing, or why the environment failed, if one did."""
     group_id: str = ""
@@ -228,12 +228,12 @@ class Rollout:
 
     @property
     def completions(self) -> list[Completion]:
-        """What was sampled in each turn."""
+        """The completion of each turn."""
         return [turn.completion for turn in self.turns]
 
     @property
     def text(self) -> str:
-        """What the model said last."""
+        """The text of its last turn."""
         return self.turns[-1].completion.text
 
     @property
@@ -282,7 +282,7 @@ class Episode(WithColumns):
     task: str
     group_id: str
     name: str
-    """Of its sequence: `<group>/<sample>/<number>`; for the token export."""
+    """Name of its sequence, `<group>/<sample>/<number>`, for the token export."""
     columns: dict[str, Any]
     """Per-token data, by column; each may be given by its name as a keyword, too."""
 
@@ -315,7 +315,7 @@ class Episode(WithColumns):
 
     @property
     def advantage(self) -> float:
-        """What its tokens that train by RL are multiplied with."""
+        """The factor of its tokens that train by RL."""
         return self.columns["advantage"]
 
     @property

@@ -66,7 +66,7 @@ class BatchFilter:
 
 
 def trial_episodes(tasks: Iterable[str]) -> list[Episode]:
-    """Of each task two groups of two samples, one right and one wrong."""
+    """Made-up episodes: of each task two groups of two samples, one right and one wrong."""
     return [
         Episode(
             name=f"{task}/train/{group}/{sample}/0",

@@ -1,4 +1,4 @@
-"""What the trainer learns from a step's rollouts: scored groups to records, records to episodes.
+"""From scored groups to records, and from records to the episodes that the trainer learns from.
 
 Pure functions: what a step trains on depends on nothing else, so that records which another run has
 saved make the same episodes.

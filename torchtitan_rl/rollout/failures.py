@@ -63,7 +63,7 @@ class FailureReporter:
         self._reported: set[tuple[str, str]] = set()
 
     def of_step(self, step: int, records: Sequence[RolloutRecord]) -> list[Failure]:
-        """What failed since the last step."""
+        """The failures since the last step."""
         failures = self._log(step, records)
         if failed := [failure for failure in failures if failure.kind not in CHOSEN]:
             rollouts = sum(failure.rollouts for failure in failed)
@@ -107,7 +107,7 @@ class FailureReporter:
 
 
 def likeness(failure: Failure) -> str:
-    """What reasons have in common that differ in the name of their group or in numbers.
+    """The reason of a failure without what differs from group to group: its name, and numbers.
 
     Example:
         "group sums/train/7 raised KeyError: 12" and "group sums/train/8 raised KeyError: 9" are

@@ -33,7 +33,7 @@ async def grade(groups: Sequence[RolloutGroup], rewards: RewardsCall) -> list[Sc
 
 
 def _ungraded(group: RolloutGroup) -> UngradedGroup:
-    """What the grader gets to see."""
+    """The group as the grader gets it."""
     rollouts = [_without_attributions(rollout) for rollout in group.ended]
     prompt = group.prompt
     return UngradedGroup(rollouts, prompt.example.expected_answer, prompt.id, prompt.task.name)

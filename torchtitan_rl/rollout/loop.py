@@ -152,7 +152,7 @@ class _Conversation:
         return self._so_far(self._status, self._failure)
 
     def given_up(self, status: Status, reason: str) -> Rollout:
-        """What there is of the rollout, that nobody goes on with."""
+        """The rollout as far as it got, that nobody goes on with."""
         if self._status is None or self._status.ended:
             return self._so_far(status, reason)
         return self._so_far(self._status, self._failure)
@@ -220,7 +220,7 @@ class _Conversation:
 
     @property
     def environment_request(self) -> EnvironmentRequest:
-        """What the environment is to respond to."""
+        """The request for the environment's next response."""
         return EnvironmentRequest(
             task=self._prompt.task.name,
             messages=self._messages,

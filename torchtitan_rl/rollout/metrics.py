@@ -12,7 +12,7 @@ from torchtitan_rl.rollout.record import RolloutRecord
 
 def rollout_metrics(records: Iterable[RolloutRecord], interactive: Collection[str] = ()) -> Metrics:
     """`{metric}/{all,<task>}` over the graded rollouts of a step that were not dropped; those of
-    `interactive` tasks also tell of turns, tools and how they ended.
+    `interactive` tasks also have metrics of turns, tools and how they ended.
 
     Example:
         reward/all/mean, accuracy/sum_digits/mean, completion_tokens/all/max, truncated/all/mean
@@ -56,8 +56,8 @@ def _conversation_values(record: RolloutRecord) -> dict[str, float]:
 
 
 def failure_metrics(failures: Iterable[Failure], tasks: Iterable[str]) -> dict[str, float]:
-    """What came to nothing: `rollouts/<kind>/<who>`, and groups that go on without some of their
-    samples, or not at all."""
+    """Counts of rollouts that came to nothing, `rollouts/<kind>/<who>`, and of groups that go on
+    without some of their samples, or not at all."""
     counts: defaultdict[str, float] = defaultdict(float)
     for who in ("all", *tasks):
         for kind in ("failed", "timed_out", "empty"):

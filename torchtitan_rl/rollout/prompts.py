@@ -81,7 +81,7 @@ class PromptGroups:
             if around is None:
                 bare = [{**message, "content": ""} for message in example.messages]
                 around = len(self._renderer.render(bare, tools=task.shown_tools).token_ids)
-            # A token has at least a byte; most are told by that, and next to all by the second.
+            # A token has at least a byte: that decides for most texts, and a count for nearly all.
             if around + sum(len(text.encode()) for text in texts) + SEAMS <= room:
                 continue
             if around + sum(map(self._renderer.count, texts)) + SEAMS <= room:

@@ -17,7 +17,7 @@ from torchtitan_rl.rollout.record_schema import SCHEMA, upgraded
 from torchtitan_rl.rollout.sequences import TokenSequence, merge_turns
 
 Split = Literal["train", "untrained", "evaluation", "dropped"]
-"""What a rollout is for: it trains; it is measured and never trained on; it is greedy, of a
+"""Purpose of a rollout: it trains; it is measured and never trained on; it is greedy, of a
 held-out prompt; or it came to nothing, or is not useful, and `failure` says why."""
 FailureKind = Literal["failed", "empty", "timed_out", "cancelled", "dropped"]
 """How a rollout was lost: as `Status` says, or its group was not useful and dropped."""
@@ -47,7 +47,7 @@ class RolloutRecord:
     tokens: int
     """Tokens that the model sampled."""
     tool_calls: list[Outcome]
-    """What became of its tool calls, in order."""
+    """The outcome of each tool call, in order."""
     policy_version: int | None
     """The oldest weights that sampled any of its tokens."""
     newest_version: int | None
@@ -60,7 +60,7 @@ class RolloutRecord:
     state: dict[str, Any]
     """The entries of its state that its task names in `state_columns`."""
     sequences: list[TokenSequence] = field(default_factory=list)
-    """What it trains, with everything that is known of each token."""
+    """The token sequences to train on, with everything that is known of each token."""
     unattributed: int = 0
     """Turns that do not echo, because the renderer could not say where their tokens come from."""
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 SCHEMA = 2
-"""Of the records; goes up when a reader of older ones would misunderstand them.
+"""Schema number of the records; it goes up when a reader of older ones would misunderstand them.
 
 1: a sequence had names of its own for its columns, and the untrained share was called held out.
 2: a sequence has the names that Completion and Episode have.
@@ -39,7 +39,7 @@ def upgraded(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def upgraded_split(split: Any) -> Any:
-    """What a split is called now."""
+    """The name that a split has now."""
     return "untrained" if split == "held out" else split
 
 

@@ -84,13 +84,13 @@ class ChatRenderer:
     def extend(
         self, turn: Turn, messages: list[Message], *, tools: list[dict[str, Any]] | None = None
     ) -> Rendered | None:
-        """What the model is shown next: the turn's tokens as they were, then new messages. None if
-        the chat's format asks for the whole conversation to be rendered again."""
+        """The next prompt of a conversation: the turn's tokens as they were, then new messages.
+        None if the chat's format asks for the whole conversation to be rendered again."""
         bridged = self._renderer.bridge_to_next_turn(
             turn.prompt_token_ids, turn.token_ids, messages, tools=tools
         )
         whole = turn.prompt_token_ids + turn.token_ids
-        # A turn that goes on behind an end of turn is cut back to that.
+        # A turn that goes on after an end of turn is cut back to that.
         if bridged is None or list(bridged.token_ids[: turn.length]) != whole:
             return None
         added = _attributions(bridged)
@@ -107,7 +107,7 @@ class ChatRenderer:
             )
 
     def parse(self, token_ids: list[int]) -> tuple[Message, list[ToolCall]]:
-        """What the model has sampled as a message, and the tools it calls in it, well or badly."""
+        """Sampled tokens as a message, and the tool calls in it, well-formed or not."""
         try:
             parsed = self._renderer.parse_response(token_ids)
             calls = [self._tool_call(call) for call in parsed.tool_calls]
@@ -154,7 +154,7 @@ class ChatRenderer:
             ids = self.tokenizer.encode(message["content"], add_special_tokens=False)
             return [*ids, self._renderer.get_stop_token_ids()[0]]
         question: Message = {"role": "user", "content": "?"}
-        # With a tool's answer behind it: the last message of a chat may be rendered differently,
+        # With a tool's answer after it: the last message of a chat may be rendered differently,
         # and before a question its reasoning is left out.
         shown = self._renderer.render([question, message, {"role": "tool", "content": "!"}])
         own = [i for i, index in enumerate(shown.message_indices) if index == 1]

@@ -46,8 +46,8 @@ class RolloutStream(Generic[Work, Result]):
 
     `start(index)` makes a group's work, `play(work)` does it: it rolls the group out and returns
     what became of it. A group is one failure when `play` raises or takes too long.
-    `finish(result)`, if given, makes of it what a step gets; an error there is none of chance, and
-    ends the stream. With `useful`, results that are not are dropped: dynamic sampling.
+    `finish(result)`, if given, turns it into what a step gets; an error there is no chance failure,
+    and ends the stream. With `useful`, results that are not are dropped: dynamic sampling.
     `end_step` is the number of steps of the run: nothing is started for later ones.
 
     `started == running + waiting + sum(counts.values())`, always: a group ends exactly once.
@@ -118,7 +118,7 @@ class RolloutStream(Generic[Work, Result]):
         self._open()
 
     def fail(self, error: BaseException) -> None:
-        """The weights of a step will not come: nothing starts any more, and `batch` raises it."""
+        """Stop the stream, as the weights of a step will not come; `batch` raises the error."""
         self._break(error)
 
     def take_discarded(self) -> list[Discarded[Work, Result]]:
@@ -322,7 +322,7 @@ class RolloutStream(Generic[Work, Result]):
             self._wake = None
 
     def _state(self) -> str:
-        """What the next step waits for."""
+        """The groups that the next step waits for, for the message of a deadline."""
         if plan := self._plans.get(self._next):
             return plan.state(self.config, now=asyncio.get_running_loop().time())
         needed = self._next - self.config.max_offpolicy_steps

@@ -7,9 +7,9 @@ from typing import Any, Generic, Literal, TypeVar
 from torchtitan_rl.config.stream import SPARES, SPARES_PER_STEP, StreamConfig
 
 Work = TypeVar("Work")
-"""What a group is while it runs."""
+"""The type of a group while it runs."""
 Result = TypeVar("Result")
-"""What became of it."""
+"""The type of a group that has ended well."""
 Kind = Literal["trained", "dropped", "failed", "timed_out", "cancelled"]
 
 
@@ -36,9 +36,9 @@ class Discarded(Generic[Work, Result]):
     kind: Kind
     reason: str
     result: Result | None = None
-    """What became of it, if it ended well and is not needed."""
+    """The result of a group that ended well and is not needed."""
     error: BaseException | None = None
-    """What it raised, if it did."""
+    """The error that `play` raised, if it did."""
 
 
 @dataclass(slots=True, eq=False)

@@ -259,7 +259,7 @@ class Controller:
             await self.rollout_log.write(step, records)
 
     def count_failures(self, step: int, records: list[RolloutRecord]) -> dict[str, float]:
-        """What came to nothing since the last step, by task; each is logged, once."""
+        """Counts of rollouts and actors lost since the last step; each failure is logged once."""
         lost = failure_metrics(self.failures.of_step(step, records), self.tasks)
         return {**lost, **self.actors.take_deaths()}
 
@@ -299,7 +299,7 @@ class Controller:
         return {**flatten(metrics), **grid_metrics(grids)}
 
     async def measure(self, episodes: list[Episode]) -> dict[str, float]:
-        """What a step on these episodes would measure, without taking it."""
+        """The metrics that a step on these episodes would have, without taking it."""
         grid = self.weighed_grid(await self.complete(episodes))
         call = self.actors.trainer.actor.measure.call(grid)
         return flatten(merge_metrics(per_rank(await self.call("trainer", "measure", call))))

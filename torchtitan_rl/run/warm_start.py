@@ -59,7 +59,7 @@ async def ensure_starting_model(config: RunConfig, stop_signals: StopSignals) ->
     console.print(f"making the starting model {folder.name} (kept for the next runs)")
     with work_folder(folder) as work:
         write_tiny_model(work / "random", seed=config.seed, experts=config.warm_start.experts)
-        if config.trainer.backend == "simulated":  # imitation would teach it nothing
+        if config.trainer.backend == "simulated":  # it learns nothing by imitation
             (work / "random").rename(folder)
             return
         controller = Controller(supervised(config, work))

@@ -23,9 +23,9 @@ KNOWN = frozenset(
         *("loss_mask", "echo_alpha", "routed_experts"),
     )
 )
-"""What a saved sequence has of ours; anything else is a column that somebody has declared."""
+"""Keys of a saved sequence that are ours; any other is a column that somebody has declared."""
 TAKEN = frozenset((*EXPORTED, "own", "exported", "segments", "text"))
-"""What the page calls something else."""
+"""Names that the page uses for something else."""
 
 
 def token_columns(
