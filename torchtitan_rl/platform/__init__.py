@@ -80,6 +80,11 @@ def worker_env(
     }
     if device_type() == "cpu" and role in ("trainer", "generator", "reference"):
         env |= _for_computing()
+        if role != "generator":
+            # Rows of a new length need new programs (primitives) of oneDNN, which keeps 1024 of
+            # them with their memory, 2 MB each, all over the heap. Within a step about 20 are
+            # used, by every layer; those of steps before are hardly ever used again.
+            env["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "32"
     if gpus is not None and device_type() == "cuda":
         env["CUDA_VISIBLE_DEVICES"] = ",".join(_visible_gpus()[i] for i in gpus)
     if role == "generator":
