@@ -264,20 +264,17 @@ async def test_a_resumed_trainer_goes_on_as_if_it_had_not_stopped(tiny_model, tm
         rows = [flatten((per_rank(await actor.train_step.call(grid)))[0]) for _ in range(count)]
         return [row | {"sync/blocked_seconds": 0.0} for row in rows]
 
-    straight, stopped = await asyncio.gather(
-        start_trainer(tiny_model, tmp_path / "straight", ranks=1),
-        start_trainer(tiny_model, tmp_path / "run", ranks=1),
-    )
-    expected = await steps(straight.actor, 4)
-    first = await steps(stopped.actor, 2)
-    await stopped.actor.save.call(2)
-    await asyncio.gather(straight.stop(), stopped.stop())
+    straight = await start_trainer(tiny_model, tmp_path / "run", ranks=1)
+    await steps(straight.actor, 2)
+    await straight.actor.save.call(2)
+    expected = await steps(straight.actor, 2)
+    await straight.stop()
     # A checkpoint that was cut off half-way (no .metadata yet) is passed over.
     (tmp_path / "run" / "step-9").mkdir()
     (tmp_path / "run" / "step-9" / "__0_0.distcp").write_bytes(b"half")
     resumed = await start_trainer(tiny_model, tmp_path / "run", ranks=1, resume=True)
     assert per_rank(await resumed.actor.steps_done.call()) == [2]
-    assert first + await steps(resumed.actor, 2) == expected
+    assert await steps(resumed.actor, 2) == expected
     await resumed.stop()
 
 
@@ -305,7 +302,7 @@ async def test_a_gradient_that_is_not_finite_changes_nothing(trainer):
 
 async def test_the_reference_stays_and_reads_back_in_order(trainer, tiny_model):
     """Its logprobs on two ranks are those the one-rank trainer starts with, episode by episode."""
-    config = Reference.Config(parallelism=Parallelism(data_parallel_shard_degree=2))
+    config = Reference.Config(parallelism=Parallelism(data_parallel_shard_degree=2), threads=1)
     reference = await spawn_reference(config, model=str(tiny_model))
     episodes = random_episodes(7, longest=30)
     grid = make_grid(episodes, dp_degree=2, tokens_per_microbatch=64)
