@@ -30,8 +30,16 @@ def layers() -> str:
 
 
 def escaped(text: str) -> str:
-    """Text for a cell of a Markdown table."""
-    return text.replace("|", "\\|")
+    """Text for a cell of a Markdown table.
+
+    Example:
+        >>> escaped("outputs/<run>/, or `<run>`")
+        'outputs/&lt;run>/, or `<run>`'
+    """
+    pieces = text.replace("|", "\\|").split("`")  # every second one is code
+    return "`".join(
+        piece if i % 2 else piece.replace("<", "&lt;") for i, piece in enumerate(pieces)
+    )
 
 
 def present() -> list[str]:

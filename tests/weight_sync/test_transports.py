@@ -39,7 +39,16 @@ async def writer(transport, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-async def readers(transport):
+async def second_writer(transport, tmp_path_factory):
+    """Another rank's, which the last test kills; and the folder of its files."""
+    folder = tmp_path_factory.mktemp(f"second-{transport}")
+    spawned = await start(Writer, transport, str(folder / "weights"), SIZE)
+    yield spawned, folder
+    await spawned.stop()
+
+
+@pytest.fixture(scope="module")
+async def readers():
     spawned = await asyncio.gather(start(Reader), start(Reader))
     yield [s.actor for s in spawned]
     await asyncio.gather(*(s.stop() for s in spawned))
@@ -87,22 +96,21 @@ async def test_damaged_bytes_are_refused_by_name(writer, readers):
         assert_equal(await readers[0].read.call_one(handle), version)
 
 
-async def test_a_reader_outlives_ranks_of_which_one_is_ahead(writer, readers, transport, tmp_path):
-    spawned = await start(Writer, transport, str(tmp_path / "weights"), SIZE)
+async def test_a_reader_outlives_ranks_of_which_one_is_ahead(writer, second_writer, readers):
+    second, _ = second_writer
 
     async def publish(actor, versions):
         return [await actor.publish.call_one(version, version) for version in versions]
 
     async def ranks(versions):
         """As if each had half of the tensors."""
-        one, two = await asyncio.gather(publish(writer, (40, 41)), publish(spawned.actor, versions))
+        one, two = await asyncio.gather(publish(writer, (40, 41)), publish(second.actor, versions))
         return replace(one[-1], parts=(*one[-1].parts, *two[0].parts))
 
     with pytest.raises(ActorError, match="StaleHandleError: weights version 41"):
         await readers[0].read.call_one(await ranks((41, 42, 43)))
     [handle] = await publish(writer, (44,))
     assert_equal(await readers[0].read.call_one(handle), 44)
-    await spawned.stop()
 
 
 @pytest.mark.parametrize(
@@ -120,17 +128,16 @@ def test_only_blocks_in_which_something_changed_are_read(held, blocks):
     assert _changed_blocks(part, held) == blocks
 
 
-async def test_a_writer_that_is_gone_is_an_error_and_not_a_wait(transport, readers, tmp_path):
-    spawned = await start(Writer, transport, str(tmp_path / "weights"), 1000)
-    handle = await spawned.actor.publish.call_one(1, 1)
+async def test_a_writer_that_is_gone_is_an_error_and_not_a_wait(second_writer, readers):
+    spawned, folder = second_writer
+    handle = await spawned.actor.publish.call_one(50, 50)
     for process in spawned.processes:
         process.kill()
     psutil.wait_procs(spawned.processes, timeout=10)
     await asyncio.sleep(0.2)  # until the files' janitor has noticed
     with pytest.raises(ActorError, match=r"WeightSyncError|StaleHandleError"):
         await readers[1].read.call_one(handle)
-    await spawned.stop()
-    assert not list(tmp_path.glob("weights*"))
+    assert not list(folder.glob("weights*"))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""python -m torchtitan_rl.view outputs/<run> [outputs/<other run>]"""
+"""Command line of the viewer: `python -m torchtitan_rl.view outputs/<run> [outputs/<other>]`."""
 
 import argparse
 import signal
