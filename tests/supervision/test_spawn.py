@@ -9,7 +9,8 @@ import psutil
 
 from torchtitan_rl.actors.grader import Grader
 from torchtitan_rl.platform.worker_main import PARENT_VARIABLE
-from torchtitan_rl.supervision import spawn
+from torchtitan_rl.supervision import processes
+from torchtitan_rl.supervision.spawn import spawn_grader
 from torchtitan_rl.tasks.sum_digits import SumDigits
 
 SPAWN_A_GRADER = """
@@ -31,7 +32,7 @@ def test_a_worker_that_does_not_start_is_named_with_a_remedy():
     run = subprocess.run(
         [sys.executable, "-c", SPAWN_A_GRADER],
         # Monarch reads it once, when it is imported.
-        env={**os.environ, spawn.START_SECONDS_VARIABLE: "5ms"},
+        env={**os.environ, processes.START_SECONDS_VARIABLE: "5ms"},
         capture_output=True,
         text=True,
         timeout=60,
@@ -40,11 +41,11 @@ def test_a_worker_that_does_not_start_is_named_with_a_remedy():
     assert first.startswith("the grader's process did not start")
     assert first.endswith("trying once more")
     assert second.startswith("the grader's process did not start")
-    assert second.endswith(f"Set {spawn.START_SECONDS_VARIABLE}=300s to wait longer")
+    assert second.endswith(f"Set {processes.START_SECONDS_VARIABLE}=300s to wait longer")
 
 
 async def test_a_second_attempt_may_succeed(monkeypatch, capsys):
-    real = spawn.this_host()
+    real = processes.this_host()
     attempts = []
 
     async def too_late():
@@ -56,8 +57,8 @@ async def test_a_second_attempt_may_succeed(monkeypatch, capsys):
             return SimpleNamespace(initialized=too_late())
         return real.spawn_procs(**arguments)
 
-    monkeypatch.setattr(spawn, "this_host", lambda: SimpleNamespace(spawn_procs=spawn_procs))
-    grader = await spawn.spawn_grader(Grader.Config(), SumDigits.Config())
+    monkeypatch.setattr(processes, "this_host", lambda: SimpleNamespace(spawn_procs=spawn_procs))
+    grader = await spawn_grader(Grader.Config(), SumDigits.Config())
     assert all(map(psutil.Process.is_running, grader.processes))
     assert attempts == ["grader", "grader"]
     assert "Timeout(60s); trying once more" in capsys.readouterr().out

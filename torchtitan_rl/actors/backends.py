@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from torchtitan_rl.actors.interfaces import GeneratorProtocol, TrainerProtocol, check_contract
 from torchtitan_rl.config.generator import GeneratorConfig
 from torchtitan_rl.config.trainer import TrainerConfig
 from torchtitan_rl.core.plugins import check_arguments, resolve
@@ -34,17 +35,19 @@ def trainer_class(config: TrainerConfig) -> type[Any]:
 
 
 def check_backends(generator: GeneratorConfig, trainer: TrainerConfig) -> None:
-    """Refuse backends of the user's own that cannot be imported, or constructed with their keyword
-    arguments, before any process starts."""
+    """Refuse backends of the user's own that cannot be imported, lack an endpoint, or cannot be
+    constructed with their keyword arguments, before any process starts."""
     runtime = dict.fromkeys(("model", "seed"), None)
     if generator.backend not in GENERATORS:
         kwargs, cls = {**runtime, **generator.kwargs}, generator_class(generator)
+        check_contract(cls, GeneratorProtocol, what=f"generator.backend {generator.backend!r}")
         check_arguments(generator.backend, cls, kwargs, what="generator.backend")
     runtime |= dict.fromkeys(
         ("steps", "checkpoint_folder", "tokens_folder", "weights_folder", "keep"), None
     )
     if trainer.backend not in TRAINERS:
         kwargs, cls = {**runtime, **trainer.kwargs}, trainer_class(trainer)
+        check_contract(cls, TrainerProtocol, what=f"trainer.backend {trainer.backend!r}")
         check_arguments(trainer.backend, cls, kwargs, what="trainer.backend")
 
 

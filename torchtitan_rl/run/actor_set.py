@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+from dataclasses import dataclass
 
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.core.waiting import together
@@ -11,6 +12,7 @@ from torchtitan_rl.run.starting_model import model_folder
 from torchtitan_rl.supervision.environments import Environments
 from torchtitan_rl.supervision.generators import Generators
 from torchtitan_rl.supervision.graders import Graders
+from torchtitan_rl.supervision.placement import Placement
 from torchtitan_rl.supervision.references import References
 from torchtitan_rl.supervision.spawn import (
     Spawned,
@@ -20,6 +22,30 @@ from torchtitan_rl.supervision.spawn import (
     spawn_reference,
     spawn_trainer,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Placements:
+    """Where the processes of every actor that computes run; the others need no GPU."""
+
+    trainer: Placement
+    generators: list[Placement]
+    reference: Placement
+
+
+def place_actors(config: RunConfig) -> Placements:
+    """Give each actor GPUs of its own, in the order trainer, generators, reference."""
+    trainer, generators, reference = config.gpus
+    degree = config.generator.tensor_parallel_degree
+    return Placements(
+        Placement(config.trainer.parallelism.world_size, trainer),
+        # One process each: vLLM starts its own for the ranks of a tensor-parallel model.
+        [
+            Placement(gpus=generators[first : first + degree])
+            for first in range(0, degree * config.generator.replicas, degree)
+        ],
+        Placement(config.trainer.reference.parallelism.world_size, reference),
+    )
 
 
 class ActorSet:
@@ -50,6 +76,7 @@ class ActorSet:
     ) -> None:
         self._config, self._folder = config, folder
         self._model = str(model_folder(config))
+        self._placements = place_actors(config)
         self._trainers: list[Spawned] = []
         deadline = config.supervision.deadline_seconds
         self.generators = Generators(
@@ -119,19 +146,18 @@ class ActorSet:
             keep=config.checkpoint.keep,
             seed=config.seed,
             resume=config.resume,
-            gpus=config.gpus[0],
+            placement=self._placements.trainer,
             log_file=self._folder.log_file("trainer"),
         )
         self._trainers.append(self.trainer)
 
     async def _spawn_generator(self, number: int) -> Spawned:
         config = self._config
-        own = config.gpus[1][number * config.generator.tensor_parallel_degree :]
         return await spawn_generator(
             config.generator,
             model=self._model,
             seed=config.seed,
-            gpus=own[: config.generator.tensor_parallel_degree],
+            placement=self._placements.generators[number],
             log_file=self._folder.log_file(f"generator-{number}" if number else "generator"),
         )
 
@@ -152,6 +178,6 @@ class ActorSet:
         return await spawn_reference(
             config.trainer.reference,
             model=self._model,
-            gpus=config.gpus[2],
+            placement=self._placements.reference,
             log_file=self._folder.log_file("reference"),
         )

@@ -11,6 +11,7 @@ import torch
 from vllm.config import set_current_vllm_config
 
 from torchtitan_rl.engines.vllm import cpu, required
+from torchtitan_rl.engines.vllm.named_files import unlink_rendezvous, unlink_shared_memory_early
 from torchtitan_rl.engines.vllm.routing_recorder import RoutingRecorder
 from torchtitan_rl.platform import release_freed_memory
 from torchtitan_rl.weight_sync.handle import WeightHandle
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 required.compile_nothing()
 cpu.apply()  # in every process that has a part of the model
+unlink_shared_memory_early()
 LARGE = 2**26
 """Bytes of weights from which on their memory is worth giving back."""
 
@@ -83,6 +85,10 @@ class WorkerExtension:
             from torchtitan_rl.engines.vllm.cpu.direct_load import plan_direct_loads
 
             self.direct = plan_direct_loads(model, snapshot)
+
+    def unlink_rendezvous(self) -> None:
+        """Leave no file over which the ranks have found each other."""
+        unlink_rendezvous()
 
     def record_routing(self) -> None:
         """Record the experts of every token from now on."""

@@ -1,0 +1,39 @@
+"""Files with a name that vLLM makes for its processes to meet: removed as soon as they have met.
+
+vLLM removes them itself when it ends in order, but a generator that is killed cannot. What is open
+or mapped stays usable without a name. Needed for correctness, not for speed; for vLLM 0.32.
+"""
+
+import contextlib
+import functools
+import os
+from pathlib import Path
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def unlink_shared_memory_early() -> None:
+    """Have the ranks of a tensor-parallel model on a CPU unlink the memory they share (4 MB each)
+    when all of them have mapped it. To be called before vLLM sets up its process groups."""
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    init = _CPUSHMDistributed._init_cpu_shm
+
+    @functools.wraps(init)
+    def init_and_unlink(self: _CPUSHMDistributed) -> int:
+        handle = init(self)  # ends with a barrier: every rank has mapped every file
+        own = SHARED_MEMORY / f"{self.group_name}_{self.communicator.rank}"
+        own.unlink(missing_ok=True)
+        return handle
+
+    _CPUSHMDistributed._init_cpu_shm = init_and_unlink
+
+
+def unlink_rendezvous() -> None:
+    """Remove the file over which this process's ranks have found each other; every rank must have
+    finished its start."""
+    if name := os.environ.get("VLLM_DIST_IDENT"):
+        import tempfile
+
+        with contextlib.suppress(OSError):
+            (Path(tempfile.gettempdir()) / name).unlink()

@@ -1,0 +1,229 @@
+"""Processes of an actor: started with an environment and a log, watched, and ended without a trace.
+
+One mesh of processes per actor, so that a death takes nobody else along.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from multiprocessing import resource_tracker
+from typing import Any
+from uuid import uuid4
+
+import monarch.actor
+import psutil
+from monarch.actor import Actor, default_bootstrap_cmd, shutdown_context, this_host
+from monarch.spmd import setup_torch_elastic_env_async
+
+from torchtitan_rl.observability.console import console
+from torchtitan_rl.platform.worker_main import LOG_VARIABLE, PARENT_VARIABLE
+from torchtitan_rl.supervision.process_info import ProcessInfo
+from torchtitan_rl.weight_sync.file import JANITOR
+
+STOP_SECONDS = 0.5
+"""How long processes get to end by themselves."""
+START_SECONDS_VARIABLE = "HYPERACTOR_MESH_PROC_SPAWN_MAX_IDLE"
+"""How long Monarch waits for a new process to call back; see platform/third_party.py."""
+MESH_VARIABLE = "TORCHTITAN_RL_MESH"
+"""Environment variable that is the same for all processes of a mesh and for all they start."""
+REAP_SECONDS = 2.0
+"""How long a killed process may take to give its memory back."""
+CLEANERS = (JANITOR, "multiprocessing.resource_tracker")
+"""Parts of the command lines of processes that are never killed: they remove what others have left
+in /dev/shm or on disk when those are gone, and end by themselves."""
+
+
+@dataclass(slots=True)
+class Spawned:
+    """An actor and the processes it lives on."""
+
+    actor: Any
+    """Monarch's handle: `await spawned.actor.<endpoint>.call_one(...)`."""
+    procs: Any
+    processes: list[psutil.Process]
+    host: str = ""
+    """Which machine they are on."""
+    mesh: str = ""
+    """What MESH_VARIABLE is in their environment."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether none of the processes has ended."""
+        try:
+            return all(p.status() != psutil.STATUS_ZOMBIE for p in self.processes)
+        except psutil.NoSuchProcess:
+            return False
+
+    async def stop(self) -> None:
+        """End the processes and whatever they have started, also when they hang or have ended.
+
+        What must be kept was written by an endpoint that has returned, so nothing is lost by not
+        waiting for Python and vLLM to take themselves apart, which takes seconds.
+        """
+        # Monarch first: it must know that what follows is no accident.
+        stopping = self.procs.stop("the run ended")
+        try:
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(stopping, STOP_SECONDS)
+        finally:  # also when whoever stops it is cancelled
+            family = {*self.processes, *_processes_of_mesh(self.mesh)}
+            cleaners = _kill(family)
+        await asyncio.to_thread(psutil.wait_procs, family - cleaners, timeout=STOP_SECONDS)
+        await asyncio.to_thread(psutil.wait_procs, cleaners, timeout=REAP_SECONDS)
+
+
+def _processes_of_mesh(mesh: str) -> list[psutil.Process]:
+    """Every process that was started by one of a mesh, also if that one is gone.
+
+    Of a process that was killed no children can be listed, and vLLM's workers, for instance, take
+    seconds to notice that they are orphans.
+    """
+    found = []
+    for process in psutil.process_iter() if mesh else ():
+        with contextlib.suppress(psutil.Error, OSError):  # ended meanwhile, or another user's
+            if process.environ().get(MESH_VARIABLE) == mesh:
+                found.append(process)
+    return found
+
+
+def _kill(processes: Iterable[psutil.Process]) -> set[psutil.Process]:
+    """Kill all but the cleaners, which are returned."""
+    cleaners = set()
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            command = " ".join(process.cmdline())
+            if any(cleaner in command for cleaner in CLEANERS):
+                cleaners.add(process)
+            else:
+                process.kill()
+    return cleaners
+
+
+async def spawn(
+    actor_class: type[Actor],
+    *args: Any,
+    env: dict[str, str],
+    processes: int = 1,
+    distributed: bool = False,
+    log_file: str | None = None,
+    **kwargs: Any,
+) -> Spawned:
+    """Start `processes` new processes on this host, each with one `actor_class(*args, **kwargs)`.
+
+    With `distributed`, they also get the environment that `init_process_group` reads. Without a
+    `log_file` they print to this process's console.
+    """
+    outlive_workers()
+    name, mesh = actor_class.__name__.lower(), uuid4().hex
+    env = {**env, "PYTHONPATH": _python_path(), LOG_VARIABLE: log_file or "", MESH_VARIABLE: mesh}
+    env[PARENT_VARIABLE] = str(os.getpid())
+    command = default_bootstrap_cmd().with_env(env)
+    command.args = ["-m", "torchtitan_rl.platform.worker_main"]
+    procs = await _start_processes(name, processes, command)
+    try:
+        if distributed:
+            await setup_torch_elastic_env_async(procs, "127.0.0.1", _free_port())
+        # Told apart from other children by asking: meshes may start side by side.
+        infos = per_rank(await procs.spawn("process_info", ProcessInfo).get.call())
+        actor = procs.spawn(name, actor_class, *args, **kwargs)
+        return Spawned(actor, procs, [psutil.Process(pid) for pid, _ in infos], infos[0][1], mesh)
+    except BaseException:
+        await _give_up(procs)
+        raise
+
+
+async def _give_up(procs: Any) -> None:
+    with contextlib.suppress(Exception):
+        await asyncio.wait_for(procs.stop("spawning failed"), STOP_SECONDS)
+
+
+async def _start_processes(name: str, processes: int, command: Any) -> Any:
+    """Start a mesh of processes; if one does not start in time, as on a busy machine, once more."""
+    for attempt in (1, 2):
+        procs = this_host().spawn_procs(
+            per_host={"gpus": processes}, name=name, bootstrap_command=command
+        )
+        try:
+            await procs.initialized
+            return procs
+        except BaseException as error:
+            await _give_up(procs)
+            if "Timeout" not in str(error):
+                raise
+            reason, cause = f"the {name}'s process did not start: {error}", error
+        if attempt == 1:
+            console.print(f"{reason}; trying once more", markup=False)
+    raise TimeoutError(
+        f"{reason}. Is the machine very busy? Set {START_SECONDS_VARIABLE}=300s to wait longer"
+    ) from cause
+
+
+def end_all_processes() -> None:
+    """End every process that this program has started, and Monarch: for the end of the program."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left to interrupt but this
+    cleaners = _kill(psutil.Process().children(recursive=True))
+    own = getattr(resource_tracker._resource_tracker, "_pid", None)  # ends after this process
+    psutil.wait_procs([c for c in cleaners if c.pid != own], timeout=REAP_SECONDS)
+    # Monarch would do this while the interpreter exits, and print a traceback if it is too slow.
+    with contextlib.suppress(Exception):
+        shutdown_context(host_timeout=0.3).get(timeout=1.0)
+    _reap_children()
+
+
+def _reap_children() -> None:
+    """Collect what was killed, so that not even a zombie of it is left: nobody else may do so."""
+    deadline = time.monotonic() + REAP_SECONDS
+    with contextlib.suppress(ChildProcessError):  # none is left
+        while time.monotonic() < deadline:
+            if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                time.sleep(0.01)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of whatever a dead worker leaves behind, so that it is ended too."""
+    set_child_subreaper = 36  # linux/prctl.h
+    ctypes.CDLL(None).prctl(set_child_subreaper, 1, 0, 0, 0)
+
+
+def start_monarch(log_file: str | None = None) -> None:
+    """Start Monarch's client in this process; what it says while it starts goes to `log_file`."""
+    if log_file is None:
+        monarch.actor.context()
+        return
+    stderr = os.dup(2)
+    with open(log_file, "a") as log:
+        os.dup2(log.fileno(), 2)
+        try:
+            monarch.actor.context()
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+
+
+def outlive_workers() -> None:
+    """Make a dead worker an error for whoever waits for it, not the end of this process."""
+    monarch.actor.unhandled_fault_hook = lambda failure: None
+
+
+def per_rank(returned: Any) -> list[Any]:
+    """What the ranks of a mesh have returned from a call, in rank order."""
+    return list(returned.values())
+
+
+def _python_path() -> str:
+    # Monarch does not hand on this process's sys.path, and what a task or a plug-in is imported
+    # from must be found in the workers too.
+    return os.pathsep.join(path or os.getcwd() for path in ["", *sys.path])
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
