@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 NOTEBOOK = EXAMPLES / "actors.ipynb"
 SCRIPTS = sorted(EXAMPLES.glob("*.py"))
-PARTS = ("task", "advantage", "loss")
+PARTS = ("task", "advantage", "loss", "generator")
 
 
 def command(script: Path) -> list[str]:
@@ -42,7 +42,7 @@ def trained(tiny_model, tmp_path_factory) -> tuple[list[dict[str, float]], list[
     short = f"""--model {tiny_model} --steps 2 --prompts_per_step 4 --evaluation.prompts 4
         --generator.engine.kv_cache_gib 0.1 --output_dir {folder} --run_name run"""
     options = [option for other in others for option in other[len(task) :]]
-    assert [other[: len(task)] for other in others] == [task, task]
+    assert [other[: len(task)] for other in others] == [task] * 3
     done = subprocess.run(
         [sys.executable, *task[1:], *options, *short.split(), *ONE_THREAD],
         cwd=ROOT,

@@ -11,12 +11,12 @@ import psutil
 import pytest
 
 from tests.support import small_engine
-from torchtitan_rl.actors.generator import VLLMGenerator
+from torchtitan_rl.config import GeneratorConfig
 from torchtitan_rl.config.sampling import SamplingConfig
 from torchtitan_rl.supervision.processes import MESH_VARIABLE, Spawned
 from torchtitan_rl.supervision.spawn import spawn_generator
 
-TWO_RANKS = VLLMGenerator.Config(engine=small_engine(), tensor_parallel_degree=2, threads=1)
+TWO_RANKS = GeneratorConfig(engine=small_engine(), tensor_parallel_degree=2, threads=1)
 
 
 def files_of(processes: list[psutil.Process]) -> set[Path]:

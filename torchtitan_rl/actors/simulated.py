@@ -20,8 +20,8 @@ from torchtitan_rl.config.generator import GeneratorConfig
 from torchtitan_rl.config.sampling import SamplingConfig
 from torchtitan_rl.config.trainer import TrainerConfig
 from torchtitan_rl.core.metrics import Metrics, by_task, merge_metrics
+from torchtitan_rl.core.seeds import sample_seed
 from torchtitan_rl.core.types import Completion
-from torchtitan_rl.engines.vllm.engine import sample_seed
 from torchtitan_rl.weight_sync.handle import WeightHandle
 
 VOCABULARY = range(250)

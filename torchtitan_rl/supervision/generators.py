@@ -130,7 +130,12 @@ class Generators:
                 return await self.pool.call(
                     replica,
                     "sample a probe",
-                    lambda actor: actor.generate.call_one([prompt], sampling_config=sampling),
+                    lambda actor: actor.generate.call_one(
+                        [prompt],
+                        sampling_config=[sampling],
+                        group_ids=["probe"],
+                        sample_numbers=[0],
+                    ),
                 )
             return []
 

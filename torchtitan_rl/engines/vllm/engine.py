@@ -6,7 +6,6 @@ aborts, weight swaps. So a swap needs no lock, and a step is never interrupted.
 
 import asyncio
 import contextlib
-import hashlib
 import itertools
 import queue
 import threading
@@ -18,6 +17,7 @@ from typing import Any
 from torchtitan_rl.config.generator import EngineConfig
 from torchtitan_rl.config.sampling import SamplingConfig
 from torchtitan_rl.core.errors import ActorBrokenError, TorchtitanRLError
+from torchtitan_rl.core.seeds import sample_seed
 from torchtitan_rl.core.types import Completion
 from torchtitan_rl.engines.vllm.build import build_llm_engine
 from torchtitan_rl.engines.vllm.routing import RoutingSource, make_routing_source
@@ -34,17 +34,6 @@ class PromptError(TorchtitanRLError, ValueError):
 
 class EngineDiedError(ActorBrokenError):
     """The engine failed in a step; every request in flight failed with it."""
-
-
-def sample_seed(run_seed: int, group_id: str, sample: int) -> int:
-    """A seed that depends on run, group and sample, and on nothing else: not on timing or order.
-
-    Example:
-        >>> sample_seed(0, "0/1", 0) != sample_seed(0, "0/10", 0)
-        True
-    """
-    digest = hashlib.blake2b(f"{run_seed}|{group_id}|{sample}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1  # vLLM takes a signed 64-bit seed
 
 
 @dataclass(slots=True)
