@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torchtitan_rl.core.types import Rollout
+from torchtitan_rl.core.types import Message, Rollout
 from torchtitan_rl.tasks.task import Example, Reward, Task
 
 
@@ -47,6 +47,19 @@ class LowTokens(Task):
             case "hang":
                 threading.Event().wait(30)
         return rewards
+
+
+class Talkative(LowTokens):
+    """Answers whatever the model says."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(LowTokens.Config):
+        name: str = "talkative"
+
+    config: Config
+
+    def answer(self, messages: list[Message], state: dict[str, Any]) -> list[Message]:
+        return [{"role": "user", "content": "go on"}]
 
 
 class Deadly(LowTokens):

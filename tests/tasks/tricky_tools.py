@@ -165,7 +165,7 @@ class Tricky(Plain):
     async def wait(
         self,
         state: dict[str, Any],
-        then: Literal["return", "raise", "exit", "cancel", "hang", "deaf"] = "return",
+        then: Literal["return", "raise", "exit", "cancel", "hang", "deaf", "die"] = "return",
     ) -> int:
         """Wait without a process."""
         state["waited"] = True
@@ -177,6 +177,8 @@ class Tricky(Plain):
                 sys.exit("bye")
             case "cancel":
                 raise asyncio.CancelledError
+            case "die":
+                os._exit(3)  # of the actor itself
             case "hang":
                 await asyncio.sleep(600)
             case "deaf":

@@ -1,4 +1,4 @@
-"""Which class a generator's or a trainer's backend is; imported only when it is asked for."""
+"""Classes of the generator and trainer backends, imported only when they are looked up."""
 
 from typing import Any
 

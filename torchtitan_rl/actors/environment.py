@@ -29,7 +29,7 @@ from torchtitan_rl.tasks.tools.tool import ToolCall
 from torchtitan_rl.tasks.tools.workers import ProcessEndedError, Workers
 
 MAX_NAME_CHARS = 64
-"""What a model writes as a name and is longer is none."""
+"""Longest text that counts as the name of a tool."""
 
 
 Request: TypeAlias = EnvironmentRequest
@@ -39,7 +39,7 @@ Response: TypeAlias = EnvironmentResponse
 class Environment(Actor):
     """Makes the model's tool calls. It keeps no conversation: its state comes and goes with it.
 
-    Nothing a tool does is an error here: the model is told, and may do better. Tools and answers
+    Nothing a tool does is an error here: the model is shown it, and may do better. Tools and answers
     run in worker processes that are killed if they take too long, so that no tool can hold up
     another; `async def` ones run on the event loop, so they must wait and not compute. A worker is
     used again, by any conversation: what a tool has to remember belongs into the state.
@@ -149,7 +149,8 @@ class Environment(Actor):
             return Result("raised", f"could not be called or answered: it {failed(error).text}")
 
     async def _make_here(self, call: Call, seconds: float) -> Result:
-        """As in a worker: on a copy of the state, and with a result that can travel."""
+        """Make an `async def` call on the event loop, as a worker would: on a copy of the state, and
+        with a result that can travel."""
         copy = pickle.loads(pickle.dumps(call))
         making = asyncio.ensure_future(make_async(self._members, copy))
         try:

@@ -63,8 +63,8 @@ class Grader(Actor):
 
     @concurrent_endpoint
     async def rewards(self, groups: list[UngradedGroup]) -> list[GroupRewards]:
-        """The rewards of many groups, or why a group has none. Without the samples: whoever asks
-        has these, and they are most of what an answer would weigh."""
+        """The rewards of many groups, or why a group has none. Without the samples: the caller
+        has these, and they are most of what a reply would weigh."""
         shares = [groups[first::CONCURRENT_REWARDS] for first in range(CONCURRENT_REWARDS)]
         graded = await asyncio.gather(*map(self._one_by_one, shares))
         return [
@@ -73,8 +73,8 @@ class Grader(Actor):
         ]
 
     async def _one_by_one(self, groups: Sequence[UngradedGroup]) -> list[GroupRewards]:
-        """On one thread, for that a thread for each costs more than most rewards do; those behind a
-        group that takes too long get another."""
+        """Grade groups on one thread, because a thread for each costs more than most rewards do;
+        groups after one that takes too long get another thread."""
         results: list[GroupRewards] = []
         while len(results) < len(groups):
             results += await self._until_one_is_late(groups[len(results) :])
@@ -124,7 +124,7 @@ class _Thread:
         self.results: list[GroupRewards] = []
         self._groups, self._grade = groups, grade
         self._began = time.monotonic()
-        """When it turned to the group it is at."""
+        """When the thread began the group it is at, by the monotonic clock."""
         self._given_up = False
         self._lock = threading.Lock()
 
@@ -142,8 +142,8 @@ class _Thread:
         return ended
 
     def seconds_left(self, seconds: float) -> float:
-        """Of the time that the group it is at may take; when that is over, its answer, and those
-        behind it, will not be taken any more."""
+        """What is left of the time that the thread's current group may take. When none is left, the
+        rewards of that group and of those after it are not taken any more."""
         with self._lock:
             left = self._began + seconds - time.monotonic()
             self._given_up = left <= 0 and len(self.results) < len(self._groups)

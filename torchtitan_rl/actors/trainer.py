@@ -1,9 +1,9 @@
-"""Trainer: torchtitan's model, optimizer and checkpoints behind a few endpoints.
+"""Trainer: torchtitan's model, optimizer and checkpoints with a few endpoints.
 
 SPMD over a mesh of `data_parallel x tensor_parallel` processes. It is blind to the algorithm: it
 takes a grid of per-token streams, calls the configured loss, and returns metrics.
 
-Everything that computes runs on one thread, in the order it was asked for. Only a snapshot of the
+Everything that computes runs on one thread, in the order of the calls. Only a snapshot of the
 weights is taken beside it: the next forward and backward pass do not change them, and the optimizer
 waits until they are copied.
 """
@@ -40,13 +40,13 @@ if TYPE_CHECKING:
 
 
 def computes(method: Callable[..., Any]) -> Any:
-    """An endpoint whose body runs on the trainer's thread, after all that was asked before."""
+    """Make an endpoint whose body runs on the trainer's thread, after all calls before it."""
 
     @functools.wraps(method)
-    async def asked(self: "Trainer", *args: Any, **kwargs: Any) -> Any:
+    async def run_in_order(self: "Trainer", *args: Any, **kwargs: Any) -> Any:
         return await asyncio.wrap_future(self._thread.submit(method, self, *args, **kwargs))
 
-    return concurrent_endpoint(asked)
+    return concurrent_endpoint(run_in_order)
 
 
 class Trainer(Actor):
@@ -133,7 +133,7 @@ class Trainer(Actor):
 
     @computes
     def steps_done(self) -> int:
-        """Controller steps behind the weights: 0, or those of the checkpoint that was loaded."""
+        """Controller steps that made the weights: 0, or those of the checkpoint that was loaded."""
         return self.state.step
 
     @computes
@@ -157,7 +157,7 @@ class Trainer(Actor):
 
     @computes
     def measure(self, grid: Grid) -> Metrics:
-        """This rank's share of what a step on the grid would measure, without taking it."""
+        """Return this rank's share of what a step on the grid would measure, without taking it."""
         measured = []
         with torch.no_grad():
             for cell in self._column(grid):
@@ -184,7 +184,7 @@ class Trainer(Actor):
         self, *, transport: Transport = "shm", dtype: torch.dtype | None = None
     ) -> WeightHandle:
         """Snapshot what this rank has of the weights, under their HF names, in `dtype` or as they
-        are. What is asked next starts meanwhile."""
+        are. The next call starts meanwhile."""
         async with self._publishing:
             copied: Future[None] = Future()
             try:
@@ -236,7 +236,7 @@ class Trainer(Actor):
         self._flush()
 
     def _flush(self) -> None:
-        """What a run leaves behind is on disk before its processes end."""
+        """Put on disk what a run leaves there, before its processes end."""
         if self.tokens:
             self.tokens.flush()
 
@@ -312,7 +312,7 @@ class Pass:
     metrics: Metrics
     predicted: "Predicted"
     output: LossOutput
-    """Of RL, on those of the predicted tokens that train by it."""
+    """Losses and metrics of RL, on the predicted tokens that train by it."""
 
 
 def _inputs(predicted: "Predicted") -> LossInputs:

@@ -1,4 +1,4 @@
-"""Waiting for several things at once, and no longer than anybody wants them. Without Monarch."""
+"""Waiting for several things at once, and no longer than anybody wants them; without Monarch."""
 
 import asyncio
 import inspect

@@ -50,9 +50,9 @@ class WeightSync:
         self._transport: Transport | None = None
         self._task: asyncio.Task[None] | None = None
         self.version = 0
-        """Of the weights that the generators serve."""
+        """Policy version of the weights that the generators serve."""
         self.metrics: dict[str, float] = {}
-        """Of the last one that is done."""
+        """Metrics of the last sync that is done."""
 
     async def now(self) -> int:
         """Bring the weights to the generators, outside of any step; returns their version."""
@@ -62,7 +62,7 @@ class WeightSync:
 
     async def begin(self, *, trained: bool, stream: RolloutStream | None) -> None:
         """Bring the weights of one more step, if it has trained them, and tell the stream. Returns
-        when the generators serve them or, if they may be behind, at once."""
+        when the generators serve them or, if they may lag, at once."""
         await self.done()  # one at a time: a snapshot lives until the next but one
         self._task = asyncio.create_task(self._sync(trained, stream))
         if self._waits:

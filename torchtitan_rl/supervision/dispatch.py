@@ -33,13 +33,13 @@ class FailurePolicy:
 
 
 RETRY = FailurePolicy(attempts=3)
-"""The same call on the successor: for calls without a state that cannot be divided."""
+"""Repeat the call on the successor: for stateless calls that cannot be divided."""
 RETRY_ELSEWHERE = FailurePolicy(attempts=3, isolated=True)
-"""On any other actor, at once; the third and last attempt is made apart from other suspects."""
+"""Repeat the work on any other actor, at once; the third and last attempt is made apart from other suspects."""
 ISOLATE = FailurePolicy(attempts=2, isolated=True, exclusive=True)
-"""Every part of a call that died runs once more, with nothing beside it: the guilty is certain."""
+"""Run every part of a call that died once more, with nothing beside it: the guilty is certain."""
 RETRY_THEN_ISOLATE = FailurePolicy(attempts=3, isolated=True, exclusive=True)
-"""The call is made once more as a whole, for most deaths are accidents; then as ISOLATE."""
+"""Repeat the whole call once, for most deaths are accidents; then do as ISOLATE does."""
 
 
 @dataclass(slots=True)
@@ -66,7 +66,7 @@ class Work(Generic[Payload, Outcome]):
 
 @dataclass(slots=True)
 class Assignment(Generic[Payload, Outcome]):
-    """What one replica is asked in one call."""
+    """The work that one replica does in one call."""
 
     replica: Replica
     works: list[Work[Payload, Outcome]] = field(default_factory=list)

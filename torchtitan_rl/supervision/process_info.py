@@ -1,4 +1,4 @@
-"""Where a process is. In a file of its own: every worker imports it, whatever else it needs."""
+"""An actor that knows its process. In a file of its own, which imports little: every worker has it."""
 
 import os
 from pathlib import Path
@@ -7,9 +7,9 @@ from monarch.actor import Actor, endpoint
 
 
 class ProcessInfo(Actor):
-    """Tells which process and machine it lives on."""
+    """Returns the process and the machine it lives on."""
 
     @endpoint
     async def get(self) -> tuple[int, str]:
-        # Of the kernel that runs, the same for all containers on it; a host name says less.
+        # The id of the running kernel, equal for all containers on it; a host name is no proof.
         return os.getpid(), Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -130,7 +130,7 @@ async def spawn(
     try:
         if distributed:
             await setup_torch_elastic_env_async(procs, "127.0.0.1", _free_port())
-        # Told apart from other children by asking: meshes may start side by side.
+        # Each process is asked for its id: meshes may start side by side, so children do not tell.
         infos = per_rank(await procs.spawn("process_info", ProcessInfo).get.call())
         actor = procs.spawn(name, actor_class, *args, **kwargs)
         return Spawned(actor, procs, [psutil.Process(pid) for pid, _ in infos], infos[0][1], mesh)
@@ -193,7 +193,7 @@ def adopt_orphans() -> None:
 
 
 def start_monarch(log_file: str | None = None) -> None:
-    """Start Monarch's client in this process; what it says while it starts goes to `log_file`."""
+    """Start Monarch's client in this process; what it prints while it starts goes to `log_file`."""
     if log_file is None:
         monarch.actor.context()
         return
@@ -218,7 +218,7 @@ def per_rank(returned: Any) -> list[Any]:
 
 
 def _python_path() -> str:
-    # Monarch does not hand on this process's sys.path, and what a task or a plug-in is imported
+    # Monarch does not pass on this process's sys.path, and what a task or a plug-in is imported
     # from must be found in the workers too.
     return os.pathsep.join(path or os.getcwd() for path in ["", *sys.path])
 
