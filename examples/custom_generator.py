@@ -37,7 +37,7 @@ class TransformersGenerator(Actor):
         self, i: int, ids: list[int], how: SamplingConfig, group: str, number: int
     ) -> Completion:
         torch.manual_seed(sample_seed(self.seed, group, number))
-        options = {"return_dict_in_generate": True, "output_scores": True, "do_sample": False}
+        options: dict = {"return_dict_in_generate": True, "output_scores": True, "do_sample": False}
         if how.temperature:
             options |= {"do_sample": True, "temperature": how.temperature, "top_k": 0}
         made = self.model.generate(torch.tensor([ids]), max_new_tokens=how.max_tokens, **options)

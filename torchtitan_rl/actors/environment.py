@@ -39,10 +39,10 @@ Response: TypeAlias = EnvironmentResponse
 class Environment(Actor):
     """Makes the model's tool calls. It keeps no conversation: its state comes and goes with it.
 
-    Nothing a tool does is an error here: the model is shown it, and may do better. Tools and answers
-    run in worker processes that are killed if they take too long, so that no tool can hold up
-    another; `async def` ones run on the event loop, so they must wait and not compute. A worker is
-    used again, by any conversation: what a tool has to remember belongs into the state.
+    Nothing a tool does is an error here: the model is shown it, and may do better. Tools and
+    answers run in worker processes that are killed if they take too long, so that no tool can hold
+    up another; `async def` ones run on the event loop, so they must wait and not compute. A worker
+    is used again, by any conversation: what a tool has to remember belongs into the state.
 
     Example:
         environment = await spawn_environment(Environment.Config(), Calculator.Config())
@@ -149,7 +149,7 @@ class Environment(Actor):
             return Result("raised", f"could not be called or answered: it {failed(error).text}")
 
     async def _make_here(self, call: Call, seconds: float) -> Result:
-        """Make an `async def` call on the event loop, as a worker would: on a copy of the state, and
+        """Make an `async def` call on the event loop as a worker would: on a copy of the state, and
         with a result that can travel."""
         copy = pickle.loads(pickle.dumps(call))
         making = asyncio.ensure_future(make_async(self._members, copy))

@@ -29,7 +29,7 @@ VOCABULARY = range(250)
 
 
 class SimulatedGenerator(Actor):
-    """Samples random tokens, the same for the same seed, in the time that its keyword arguments say."""
+    """Samples random tokens, always the same for a seed, in the time that it is configured for."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class SimulatedGenerator(Actor):
 
 
 class SimulatedTrainer(Actor):
-    """Takes the time that its keyword arguments say, and counts versions."""
+    """Takes the time that it is configured for, and counts versions."""
 
     def __init__(
         self,

@@ -18,6 +18,8 @@ def main() -> None:
     # Monarch sees to it too, but later, and does not notice if the parent is gone by then.
     die_with(int(os.environ[PARENT_VARIABLE]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A group with its own id: what it starts is found by that, also when this process is gone.
+    os.setpgid(0, 0)
     if log_file := os.environ.get(LOG_VARIABLE):
         # Descriptors, not sys.stdout: native libraries write too, not least when they crash.
         fd = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

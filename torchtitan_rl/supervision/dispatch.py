@@ -35,7 +35,8 @@ class FailurePolicy:
 RETRY = FailurePolicy(attempts=3)
 """Repeat the call on the successor: for stateless calls that cannot be divided."""
 RETRY_ELSEWHERE = FailurePolicy(attempts=3, isolated=True)
-"""Repeat the work on any other actor, at once; the third and last attempt is made apart from other suspects."""
+"""Repeat the work on any other actor, at once; the third and last attempt is made apart from other
+suspects."""
 ISOLATE = FailurePolicy(attempts=2, isolated=True, exclusive=True)
 """Run every part of a call that died once more, with nothing beside it: the guilty is certain."""
 RETRY_THEN_ISOLATE = FailurePolicy(attempts=3, isolated=True, exclusive=True)

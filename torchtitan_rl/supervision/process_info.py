@@ -1,4 +1,4 @@
-"""An actor that knows its process. In a file of its own, which imports little: every worker has it."""
+"""An actor that knows its process. It imports little, because every worker has it."""
 
 import os
 from pathlib import Path

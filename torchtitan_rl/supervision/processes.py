@@ -15,7 +15,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from typing import Any
-from uuid import uuid4
 
 import monarch.actor
 import psutil
@@ -31,8 +30,6 @@ STOP_SECONDS = 0.5
 """How long processes get to end by themselves."""
 START_SECONDS_VARIABLE = "HYPERACTOR_MESH_PROC_SPAWN_MAX_IDLE"
 """How long Monarch waits for a new process to call back; see platform/third_party.py."""
-MESH_VARIABLE = "TORCHTITAN_RL_MESH"
-"""Environment variable that is the same for all processes of a mesh and for all they start."""
 REAP_SECONDS = 2.0
 """How long a killed process may take to give its memory back."""
 CLEANERS = (JANITOR, "multiprocessing.resource_tracker")
@@ -50,8 +47,6 @@ class Spawned:
     processes: list[psutil.Process]
     host: str = ""
     """Which machine they are on."""
-    mesh: str = ""
-    """What MESH_VARIABLE is in their environment."""
 
     @property
     def alive(self) -> bool:
@@ -67,29 +62,34 @@ class Spawned:
         What must be kept was written by an endpoint that has returned, so nothing is lost by not
         waiting for Python and vLLM to take themselves apart, which takes seconds.
         """
+        family = {*self.processes, *started_by(self.processes)}
         # Monarch first: it must know that what follows is no accident.
         stopping = self.procs.stop("the run ended")
         try:
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(stopping, STOP_SECONDS)
         finally:  # also when whoever stops it is cancelled
-            family = {*self.processes, *_processes_of_mesh(self.mesh)}
+            family |= started_by(self.processes)  # a process may have started more meanwhile
             cleaners = _kill(family)
         await asyncio.to_thread(psutil.wait_procs, family - cleaners, timeout=STOP_SECONDS)
         await asyncio.to_thread(psutil.wait_procs, cleaners, timeout=REAP_SECONDS)
 
 
-def _processes_of_mesh(mesh: str) -> list[psutil.Process]:
-    """Every process that was started by one of a mesh, also if that one is gone.
+def started_by(workers: Iterable[psutil.Process]) -> set[psutil.Process]:
+    """Every process that these workers have started, also if they are gone.
 
-    Of a process that was killed no children can be listed, and vLLM's workers, for instance, take
-    seconds to notice that they are orphans.
+    A process that was killed has no children that could be listed, and vLLM's workers, for
+    instance, take seconds to notice that they are orphans; but they are still in its group.
     """
-    found = []
-    for process in psutil.process_iter() if mesh else ():
-        with contextlib.suppress(psutil.Error, OSError):  # ended meanwhile, or another user's
-            if process.environ().get(MESH_VARIABLE) == mesh:
-                found.append(process)
+    found: set[psutil.Process] = set()
+    groups = {worker.pid for worker in workers}
+    for worker in workers:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.update(worker.children(recursive=True))
+    for process in psutil.process_iter():
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if os.getpgid(process.pid) in groups and process.pid not in groups:
+                found.add(process)
     return found
 
 
@@ -121,8 +121,8 @@ async def spawn(
     `log_file` they print to this process's console.
     """
     outlive_workers()
-    name, mesh = actor_class.__name__.lower(), uuid4().hex
-    env = {**env, "PYTHONPATH": _python_path(), LOG_VARIABLE: log_file or "", MESH_VARIABLE: mesh}
+    name = actor_class.__name__.lower()
+    env = {**env, "PYTHONPATH": _python_path(), LOG_VARIABLE: log_file or ""}
     env[PARENT_VARIABLE] = str(os.getpid())
     command = default_bootstrap_cmd().with_env(env)
     command.args = ["-m", "torchtitan_rl.platform.worker_main"]
@@ -133,7 +133,7 @@ async def spawn(
         # Each process is asked for its id: meshes may start side by side, so children do not tell.
         infos = per_rank(await procs.spawn("process_info", ProcessInfo).get.call())
         actor = procs.spawn(name, actor_class, *args, **kwargs)
-        return Spawned(actor, procs, [psutil.Process(pid) for pid, _ in infos], infos[0][1], mesh)
+        return Spawned(actor, procs, [psutil.Process(pid) for pid, _ in infos], infos[0][1])
     except BaseException:
         await _give_up(procs)
         raise

@@ -9,12 +9,16 @@ import functools
 import os
 from pathlib import Path
 
+from torchtitan_rl.platform import device_type
+
 SHARED_MEMORY = Path("/dev/shm")
 
 
 def unlink_shared_memory_early() -> None:
     """Have the ranks of a tensor-parallel model on a CPU unlink the memory they share (4 MB each)
     when all of them have mapped it. To be called before vLLM sets up its process groups."""
+    if device_type() != "cpu":
+        return
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
     init = _CPUSHMDistributed._init_cpu_shm
