@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torchtitan_rl.config import GeneratorConfig, SamplingConfig
 from torchtitan_rl.core.seeds import sample_seed
-from torchtitan_rl.core.types import Completion
+from torchtitan_rl.core.types import Completion, FinishReason
 from torchtitan_rl.weight_sync.handle import WeightHandle
 from torchtitan_rl.weight_sync.reading import open_snapshot
 
@@ -45,7 +45,7 @@ class TransformersGenerator(Actor):
         scores = torch.stack(made.scores).squeeze(1).log_softmax(-1)  # [tokens, vocabulary]
         logprobs = scores.gather(1, tokens[:, None]).squeeze(1).tolist()
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        end = "stop" if tokens[-1] == self.tokenizer.eos_token_id else "length"
+        end: FinishReason = "stop" if tokens[-1] == self.tokenizer.eos_token_id else "length"
         return Completion(self.version, i, ids, text, tokens.tolist(), logprobs, end)
 
     @concurrent_endpoint
