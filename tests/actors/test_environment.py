@@ -7,7 +7,8 @@ import signal
 import pytest
 
 from tests.tasks.tricky_tools import Secret, Several, Tricky, ended, until
-from torchtitan_rl.actors.environment import Environment, Request, Response
+from torchtitan_rl.actors.environment import Environment
+from torchtitan_rl.actors.interfaces import EnvironmentRequest, EnvironmentResponse
 from torchtitan_rl.supervision.spawn import spawn_environment
 from torchtitan_rl.tasks.tools.tool import ToolCall
 
@@ -27,15 +28,15 @@ async def spawned():
 
 @pytest.fixture(scope="module")
 def respond(spawned):
-    async def respond(*requests: Request) -> list[Response]:
+    async def respond(*requests: EnvironmentRequest) -> list[EnvironmentResponse]:
         return await spawned.actor.respond.call_one(list(requests))
 
     return respond
 
 
-def calls(*made: tuple, task="tricky", state=None, seconds=None) -> Request:
+def calls(*made: tuple, task="tricky", state=None, seconds=None) -> EnvironmentRequest:
     tool_calls = [ToolCall(*call) for call in made]
-    return Request(task, [], tool_calls, state or {}, seconds)
+    return EnvironmentRequest(task, [], tool_calls, state or {}, seconds)
 
 
 async def one(respond, *call) -> tuple[str, str]:
@@ -233,10 +234,10 @@ async def test_an_answer_that_fails_says_why(respond):
         "no text; expected a list of messages",
     }
     responses = await respond(
-        *[Request("tricky", [{"content": said}], [], {"x": 1}) for said in failures]
+        *[EnvironmentRequest("tricky", [{"content": said}], [], {"x": 1}) for said in failures]
     )
     assert responses == [
-        Response([], {"x": 1}, [], f"answer of task 'tricky' {failure}")
+        EnvironmentResponse([], {"x": 1}, [], f"answer of task 'tricky' {failure}")
         for failure in failures.values()
     ]
 
@@ -245,15 +246,15 @@ async def test_answers(respond):
     messages = [{"role": "assistant", "content": "hi"}]
     bye = [{"role": "assistant", "content": "bye"}]
     plain, hi, ended, waited, unknown = await respond(
-        Request("plain", messages, [], {"x": 1}),
-        Request("tricky", messages, [], {}),
-        Request("tricky", bye, [], {}),
-        Request("waiting", messages, [], {}),
-        Request("trickey", messages, [], {}),
+        EnvironmentRequest("plain", messages, [], {"x": 1}),
+        EnvironmentRequest("tricky", messages, [], {}),
+        EnvironmentRequest("tricky", bye, [], {}),
+        EnvironmentRequest("waiting", messages, [], {}),
+        EnvironmentRequest("trickey", messages, [], {}),
     )
-    assert plain == Response([], {"x": 1}, [])
-    assert hi == Response([{"role": "user", "content": "hi? ?"}], {"answered": "hi"}, [])
-    assert ended == Response([], {"answered": "bye"}, [])
+    assert plain == EnvironmentResponse([], {"x": 1}, [])
+    assert hi == EnvironmentResponse([{"role": "user", "content": "hi? ?"}], {"answered": "hi"}, [])
+    assert ended == EnvironmentResponse([], {"answered": "bye"}, [])
     assert waited.messages == [{"role": "user", "content": "waited"}]
     assert unknown.failure.startswith("no task 'trickey'; did you mean 'tricky'?")
 

@@ -4,7 +4,8 @@ import pytest
 from monarch.actor import ActorError
 
 from tests.low_tokens import LowTokens
-from torchtitan_rl.actors.grader import Grader, RewardError, Ungraded
+from torchtitan_rl.actors.grader import Grader
+from torchtitan_rl.actors.interfaces import RewardError, UngradedGroup
 from torchtitan_rl.core.types import Completion
 from torchtitan_rl.supervision.spawn import spawn_grader
 from torchtitan_rl.tasks.answers import AnswerReward
@@ -89,7 +90,7 @@ async def test_of_many_groups_each_gets_its_own_rewards_or_its_own_error(low_tok
     # 9 is graded on the thread on which 1 and 5 hang, and gets another.
     faults = {1: "hang", 2: "raise", 5: "hang", 6: "short"}
     groups = [
-        Ungraded([completion("a", (i, 200)), completion("b", (i, 2))], faults.get(i), f"g{i}")
+        UngradedGroup([completion("a", (i, 200)), completion("b", (i, 2))], faults.get(i), f"g{i}")
         for i in range(10)
     ]
     results = await low_tokens.rewards.call_one(groups)
@@ -106,7 +107,7 @@ async def test_of_many_groups_each_gets_its_own_rewards_or_its_own_error(low_tok
 
 
 async def test_reward_functions_that_hang_for_ever_do_not_use_up_the_graders_threads(low_tokens):
-    hanging = [Ungraded([completion("a")], "hang", f"g{i}") for i in range(12)]
+    hanging = [UngradedGroup([completion("a")], "hang", f"g{i}") for i in range(12)]
     results = await low_tokens.rewards.call_one(hanging)
     assert all("no answer in 0.5 s" in str(result) for result in results)
     assert len(await low_tokens.score.call_one([completion("a")], None)) == 1

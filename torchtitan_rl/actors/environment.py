@@ -32,10 +32,6 @@ MAX_NAME_CHARS = 64
 """Longest text that counts as the name of a tool."""
 
 
-Request: TypeAlias = EnvironmentRequest
-Response: TypeAlias = EnvironmentResponse
-
-
 class Environment(Actor):
     """Makes the model's tool calls. It keeps no conversation: its state comes and goes with it.
 

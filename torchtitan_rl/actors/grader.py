@@ -20,9 +20,6 @@ CONCURRENT_REWARDS = 4
 """Reward functions that run at a time."""
 
 
-Ungraded = UngradedGroup
-
-
 class Grader(Actor):
     """Scores completions in a process of its own, so that a reward function cannot hurt the rest.
 
