@@ -66,7 +66,7 @@ def entry(field: Field, variant: str = "") -> list[str]:
 
 
 def anchor(name: str) -> str:
-    """Of a field: `configuration.html#trainer-loss-name`."""
+    """Anchor of a field on the page, as in `configuration.html#trainer-loss-name`."""
     return name.replace(".", "-")
 
 

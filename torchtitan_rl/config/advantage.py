@@ -22,9 +22,10 @@ class AdvantageConfig:
     """Which advantage, by name or import path."""
 
     name: str = "mean_baseline"
-    """mean_baseline, grpo, rloo, maxrl, reward, or `package.module:function` of your own."""
+    """Advantage: mean_baseline, grpo, rloo, maxrl, reward, or `package.module:function` of your
+    own."""
     kwargs: dict[str, float | str] = field(default_factory=dict)
-    """Keyword arguments of the function, as names and values: `scale 0.5`."""
+    """Keyword arguments of the advantage function, as names and values: `scale 0.5`."""
     length_penalty: bool = False
     """Among the best answers of a group, reward the shorter ones more."""
 

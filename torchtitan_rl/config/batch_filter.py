@@ -12,7 +12,7 @@ class BatchFilterConfig:
     name: str = ""
     """`package.module:function` of a step's episodes that returns those to train on; empty: all."""
     kwargs: dict[str, float | str] = field(default_factory=dict)
-    """Keyword arguments of the function."""
+    """Keyword arguments of the batch filter."""
 
     def __post_init__(self) -> None:
         if self.name:

@@ -24,21 +24,22 @@ class CorrectionConfig:
     ends included."""
 
     sequence_outliers: Literal["off", "on"] = "off"
-    """Drops a sequence if the w of any of its tokens lies outside the bounds."""
+    """Drops a sequence if w = exp(o - g) of any of its tokens lies outside the bounds."""
     sequence_outliers_bounds: Bounds | None = None
-    """By default 1e-4 and 100."""
+    """Bounds of sequence_outliers; None: 1e-4 and 100."""
     token_mask: Literal["off", "on"] = "off"
     """Drops tokens whose w lies outside the bounds (IcePop)."""
     token_mask_bounds: Bounds | None = None
-    """By default 0.5 and 5."""
+    """Bounds of token_mask; None: 0.5 and 5."""
     importance_weight: Literal["off", "token", "sequence"] = "off"
     """Multiplies the loss by w of the token, or by the product of w over its sequence."""
     importance_cap: float | None = None
-    """Largest importance weight; by default 2 per token and 5 per sequence."""
+    """Largest importance weight; None: 2 per token and 5 per sequence."""
     sequence_mask: Literal["off", "geometric", "product"] = "off"
     """Drops a sequence if the geometric mean, or the product, of w over its tokens lies outside."""
     sequence_mask_bounds: Bounds | None = None
-    """By default 0.99 and 1.01 for the geometric mean, 0.5 and 2 for the product."""
+    """Bounds of sequence_mask; None: 0.99 and 1.01 for the geometric mean, 0.5 and 2 for the
+    product."""
 
     def __post_init__(self) -> None:
         masks = dict.fromkeys(mask for mask, _ in DEFAULT_BOUNDS)

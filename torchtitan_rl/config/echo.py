@@ -15,7 +15,7 @@ class RoleEcho:
     """Echo what messages of a role say."""
 
     alpha: float = 1.0
-    """Weight of a token's cross-entropy; at 0 it only takes the token out of RL."""
+    """Weight of an echoing token's cross-entropy; 0 only takes the token out of RL."""
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.alpha):
@@ -27,7 +27,7 @@ class ToolEcho(RoleEcho):
     """Echo what tools answer."""
 
     tool_names: tuple[str, ...] | None = None
-    """Of these tools only; None: of all, named or not."""
+    """Tools whose answers echo; None: all tools, named or not."""
 
     def __post_init__(self) -> None:
         # By name: with slots, the class that super() knows is not the one that is used.
@@ -47,17 +47,17 @@ class EchoConfig:
     """Which tokens of a rollout echo; a role that is None does not."""
 
     system: RoleEcho | None = None
-    """What system messages say."""
+    """Echo what system messages say."""
     user: RoleEcho | None = None
-    """What user messages say: the prompt, and what someone answers."""
+    """Echo what user messages say: the prompt, and what someone answers."""
     assistant: RoleEcho | None = None
     """Cross-entropy on the model's own samples, in place of RL on them."""
     tool: ToolEcho | None = None
-    """What tools answer."""
+    """Echo what tools answer."""
     filter: str = ""
     """`package.module:function` of a rollout that says, turn by turn, which tokens may echo."""
     filter_kwargs: dict[str, float | str] = field(default_factory=dict)
-    """Keyword arguments of the filter."""
+    """Keyword arguments of the echo filter."""
 
     def __post_init__(self) -> None:
         if not any(getattr(self, role) for role in ROLES):

@@ -12,9 +12,10 @@ class EnvironmentConfig:
     timeout_seconds: Fixed[float] = 30.0
     """Longest a tool may take for one call, and a task for one answer."""
     concurrent_calls: int = 16
-    """Calls at a time; the others wait for their turn, which is no part of their time."""
+    """Tool calls at a time; the others wait for their turn, which is no part of their time."""
     max_result_chars: Fixed[int] = 8192
-    """A longer result, or answer, is cut, and the model is told so."""
+    """Most characters of a tool's result, or of a task's answer; more is cut, and the message says
+    so."""
 
     def __post_init__(self) -> None:
         for name in ("timeout_seconds", "concurrent_calls", "max_result_chars"):

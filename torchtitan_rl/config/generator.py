@@ -11,10 +11,10 @@ from torchtitan_rl.config.sampling import SamplingConfig
 
 @dataclass(kw_only=True, slots=True)
 class EngineConfig:
-    """The engine's own settings."""
+    """Settings of the inference engine."""
 
     dtype: Dtype = "auto"
-    """`auto`: float32 on a CPU, bfloat16 on a GPU."""
+    """Number type of the engine; `auto`: float32 on a CPU, bfloat16 on a GPU."""
     max_model_len: Fixed[int] = 512
     """Longest prompt + completion, in tokens."""
     max_num_seqs: int = 256
@@ -22,8 +22,8 @@ class EngineConfig:
     max_num_batched_tokens: int = 8192
     """Most tokens in one engine step; bounds how many prompts are prefilled together."""
     block_size: int = 32
-    """Tokens per KV-cache block. What does not fill one is never prefix-cached; on a CPU, samples
-    of a prompt that start together share it all the same."""
+    """Tokens per KV-cache block. What does not fill a block is never prefix-cached; on a CPU,
+    samples of a prompt that start together share it all the same."""
     kv_cache_gib: float = 0.5
     """Memory of the KV cache."""
     enforce_eager: bool = False
@@ -50,8 +50,8 @@ class GeneratorConfig:
     """The actors that sample completions."""
 
     backend: Fixed[str] = "vllm"
-    """vllm, simulated (random tokens, to study scheduling), or `package.module:Class` of your
-    own."""
+    """Kind of generator: vllm, simulated (random tokens, to study scheduling), or
+    `package.module:Class` of your own."""
     kwargs: Fixed[dict[str, float | str]] = field(default_factory=dict)
     """Keyword arguments of the backend's class, as names and values: `seconds_per_token 0.01`."""
     replicas: int = 1
@@ -60,9 +60,9 @@ class GeneratorConfig:
     """How training completions are sampled; a call may override it."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     tensor_parallel_degree: int = 1
-    """GPUs that share the model."""
+    """GPUs that share the model of one generator."""
     threads: int = 0
-    """CPU threads; 0 is all cores of the machine."""
+    """CPU threads of each generator; 0 is all cores of the machine."""
 
     def __post_init__(self) -> None:
         check_backend("generator", self.backend, self.kwargs, GENERATOR_BACKENDS)

@@ -18,11 +18,11 @@ class BuiltInLoss:
     """What a config must know of a loss of algorithms/policy_loss.py, without importing it."""
 
     limits: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """Its keyword arguments, each with the least and largest value."""
+    """Keyword arguments of the loss, each with the least and largest value."""
     uses_ratios: bool = True
-    """Whether it compares the trainer's policy with the generator's or an older one."""
+    """Whether the loss compares the trainer's policy with the generator's or an older one."""
     needs_generator_logprobs: bool = False
-    """Whether it cannot do without the logprobs recorded at sampling time."""
+    """Whether the loss cannot do without the logprobs recorded at sampling time."""
 
 
 CLIP: dict[str, tuple[float, float]] = {"clip_low": (0.0, 1.0), "clip_high": (0.0, UNBOUNDED)}
@@ -48,9 +48,9 @@ class KLConfig:
     """A KL term of the loss."""
 
     coef: float = 0.0
-    """Its weight; 0 switches it off."""
+    """Weight of the KL term; 0 switches it off."""
     estimator: str = "k2"
-    """k1, abs, k2 or k3"""
+    """Estimator of the KL: k1, abs, k2 or k3."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.coef < float("inf"):
@@ -82,14 +82,14 @@ class LossConfig:
     """What is minimised: a policy loss by name or import path, and what goes with it."""
 
     name: str = "grpo"
-    """grpo, dapo, dual_clip, gspo, cispo, dppo, sapo, reinforce, or `package.module:function` of
-    your own."""
+    """Policy loss: grpo, dapo, dual_clip, gspo, cispo, dppo, sapo, reinforce, or
+    `package.module:function` of your own."""
     kwargs: dict[str, float | str] = field(default_factory=dict)
-    """Keyword arguments of the function, as names and values: `clip_low 0.1 clip_high 0.3`."""
+    """Keyword arguments of the loss function, as names and values: `clip_low 0.1 clip_high 0.3`."""
     reduction: str = "token_mean"
-    """What weighs the same: token_mean: every token of the batch; sequence_mean: every episode;
-    prompt_mean: every prompt; fixed_length: every token, over episodes times the most tokens that a
-    rollout may sample."""
+    """What weighs the same in the loss: token_mean: every token of the batch; sequence_mean: every
+    episode; prompt_mean: every prompt; fixed_length: every token, over episodes times the most
+    tokens that a rollout may sample."""
     rollout_kl: KLConfig = field(default_factory=KLConfig)
     """KL to the policy that sampled: a soft trust region."""
     ref_kl: KLConfig = field(default_factory=KLConfig)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(kw_only=True, slots=True)
 class Parallelism:
-    """Degrees under torchtitan's names; their product is the number of trainer processes."""
+    """Degrees of parallelism under torchtitan's names; their product is the number of processes."""
 
     data_parallel_replicate_degree: int = 1
     """Copies of the sharded model (HSDP)."""

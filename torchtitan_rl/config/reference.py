@@ -13,9 +13,9 @@ class ReferenceConfig:
 
     parallelism: Parallelism = field(default_factory=Parallelism)
     dtype: Fixed[Dtype] = "auto"
-    """`auto`: float32 on a CPU, bfloat16 on a GPU."""
+    """Number type of the reference; `auto`: float32 on a CPU, bfloat16 on a GPU."""
     threads: int = 1
-    """CPU threads per rank."""
+    """CPU threads of each rank of the reference."""
 
     def __post_init__(self) -> None:
         if self.threads < 1:

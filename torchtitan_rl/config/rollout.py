@@ -11,14 +11,15 @@ from torchtitan_rl.config.resume import Fixed
 @refuse_old_names("rollout")
 @dataclass(kw_only=True, slots=True)
 class RolloutConfig:
-    """Limits of one rollout; one that reaches a limit ends with a status, and is graded."""
+    """Limits of one rollout, who answers and grades it, and which rollouts train. A rollout that
+    reaches a limit ends with a status, and is graded."""
 
     max_turns: Fixed[int] = 8
-    """Most turns of the model."""
+    """Most turns of the model in one rollout."""
     max_tokens: Fixed[int] = 0
     """Most tokens of a conversation, prompt included; 0: generator.engine.max_model_len."""
     max_seconds: Fixed[float] = 600.0
-    """Longest a conversation may last; looked at between turns, and a tool gets no longer."""
+    """Longest a conversation may last; checked between turns, and a tool gets no longer."""
     timeout_seconds: Fixed[float] = 1200.0
     """Longest a group may take, graded and all, where groups run ahead of their step."""
     oversample: Fixed[int] = 0

@@ -30,11 +30,12 @@ class RunConfig:
     """Everything that can be set for a run. A recipe is a function that returns one."""
 
     model: Fixed[str] = ""
-    """HF folder to start from; empty with a warm start: a folder it makes and caches."""
+    """HF folder to start from; empty with a warm start: a folder that the warm start makes
+    and caches."""
     warm_start: Fixed[WarmStartConfig | None] = None
     """Makes a starting model by imitation when there is none yet."""
     task: Fixed[TaskConfig]
-    """What to learn."""
+    """The task to learn."""
     steps: int = 100
     """Training steps."""
     prompts_per_step: Fixed[int] = 32
@@ -44,15 +45,15 @@ class RunConfig:
     own weights have sampled, and a run can be repeated to the bit; more: generation goes on while
     the trainer works."""
     seed: Fixed[int] = 0
-    """Of prompts, samples and the starting model."""
+    """Seed of prompts, samples and the starting model."""
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
-    """Samples completions."""
+    """The actors that sample completions."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     """Limits of rollouts, who answers and grades them, and which of them train."""
     advantage: Fixed[AdvantageConfig] = field(default_factory=AdvantageConfig)
     """How much better than expected a sample is, from the rewards of its group."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    """Learns."""
+    """The actor that learns."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     """When to evaluate, and on how much."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -10,13 +10,13 @@ class SamplingConfig:
     n: int = 1
     """Samples per prompt."""
     temperature: float = 1.0
-    """0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
     top_p: float = 1.0
     """Keep the smallest set of tokens with this much probability; 1 keeps all."""
     top_k: int = 0
     """Keep this many most probable tokens; 0 keeps all."""
     max_tokens: int = 64
-    """At most this many new tokens a completion."""
+    """Most new tokens of a completion."""
     stop: list[str] = field(default_factory=list)
     """Strings that end a completion, besides the model's own end-of-turn tokens."""
 

@@ -13,13 +13,14 @@ class TaskConfig(Configurable.Config):
     """The settings that every task has; `Task.Config` builds on it."""
 
     name: str = "task"
-    """In metrics, logs and errors."""
+    """The task's name in metrics, logs and errors."""
     sampling: SamplingConfig | None = None
     """How this task's completions are sampled; None: as generator.sampling says."""
     echo: EchoConfig | None = None
-    """Which tokens of its rollouts also train by cross-entropy; None: none."""
+    """Which tokens of the task's rollouts also train by cross-entropy; None: none."""
     show_tools: bool = True
-    """Describe the tools in the prompt; a model that was taught them needs no description."""
+    """Describe the task's tools in the prompt; a model that was taught them needs no
+    description."""
 
     def parts(self) -> "tuple[TaskConfig, ...]":
         """Configs of the tasks it is made of: itself, unless it is a mixture."""

@@ -19,16 +19,16 @@ Overlong = Literal["error", "truncate", "drop"]
 
 @dataclass(kw_only=True, slots=True)
 class OptimizerConfig:
-    """AdamW."""
+    """The optimizer, AdamW."""
 
     lr: float = 1e-6
     """Learning rate after warm-up."""
     betas: tuple[float, float] = (0.9, 0.99)
-    """Decay of the running means of the gradient and of its square."""
+    """Decay of AdamW's running means of the gradient and of its square."""
     eps: float = 1e-8
-    """Added to the root of the latter, against division by 0."""
+    """Added to the root of the mean square gradient, against division by 0."""
     weight_decay: float = 0.0
-    """Share of a weight that a step takes off, times the learning rate."""
+    """Share of each weight that an optimizer step takes off, times the learning rate."""
 
     def __post_init__(self) -> None:
         if not 0 < self.lr < float("inf"):
@@ -46,12 +46,12 @@ class LRScheduleConfig:
     total_steps: int | None = None
     """Steps that the schedule is laid out for; None: those of the run."""
     decay_ratio: float | None = None
-    """Share of the steps, the last ones, in which it falls; 0: it stays. None: it falls from the
-    end of the warm-up on."""
+    """Share of the steps, the last ones, in which the learning rate falls; 0: it stays. None: it
+    falls from the end of the warm-up on."""
     decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
-    """The shape of its fall."""
+    """Shape of the learning rate's fall."""
     min_lr_factor: float = 0.0
-    """Where its fall ends, as a share of trainer.optimizer.lr."""
+    """Where the learning rate's fall ends, as a share of trainer.optimizer.lr."""
 
     def __post_init__(self) -> None:
         if self.warmup_steps < 0:
@@ -92,28 +92,30 @@ class TrainerConfig:
     updates_per_step: Fixed[int] = 1
     """Optimizer steps on the episodes of one step; each takes an equal share of the groups."""
     batch_filter: Fixed[BatchFilterConfig] = field(default_factory=BatchFilterConfig)
-    """Chooses among the episodes of a step."""
+    """Function of your own that chooses among the episodes of a step."""
     max_grad_norm: Fixed[float] = 1.0
     """Gradients are scaled down to this norm."""
     tokens_per_microbatch: int = 16384
     """Most tokens in one forward pass of one rank."""
     overlong: Fixed[Overlong] = "error"
-    """Episodes of more tokens than that: refuse, cut the completion's end off, or leave out."""
+    """Episodes of more than tokens_per_microbatch: refuse, cut the completion's end off, or leave
+    out."""
     router_replay: Fixed[bool] = False
     """In a mixture of experts, route tokens as the generator did; the router still learns."""
     share_prompts: bool = False
-    """Compute a prompt once for all its samples in a microbatch; on a CPU only, as yet."""
+    """Compute a prompt once for all its samples in a microbatch; on a CPU only."""
     parallelism: Parallelism = field(default_factory=Parallelism)
     dtype: Fixed[Dtype] = "auto"
-    """Of the computation; `auto`: float32 on a CPU, bfloat16 on a GPU. Weights stay float32. On a
-    GPU attention and experts compute in bfloat16 all the same."""
+    """Number type of the trainer's computation; `auto`: float32 on a CPU, bfloat16 on a GPU.
+    Weights stay float32. On a GPU attention and experts compute in bfloat16 all the same."""
     activation_checkpoint: Literal["none", "full"] = "none"
-    """`full` recomputes each layer in the backward pass to save memory."""
+    """Activation checkpointing: `full` recomputes each layer in the backward pass to save
+    memory."""
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     """The frozen starting model; spawned only when trainer.loss.ref_kl is on."""
     threads: int = 0
-    """CPU threads per rank; 0 is all cores of the machine divided by the ranks."""
+    """CPU threads of each trainer rank; 0 is all cores of the machine divided by the ranks."""
     export_tokens: bool = False
     """Write what was computed for every token to the run's `tokens` folder."""
 

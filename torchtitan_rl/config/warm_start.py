@@ -8,21 +8,22 @@ class WarmStartConfig:
     """How the tiny starting model is made, by imitation of a task's demonstrations."""
 
     steps: int = 450
-    """Supervised steps at the most; the learning rate falls to 0 over them."""
+    """Most supervised steps; the learning rate falls to 0 over them."""
     demonstrations_per_step: int = 32
-    """Demonstrations in one step."""
+    """Demonstrations in one supervised step."""
     enough_accuracy: float = 0.5
-    """Stop once greedy held-out accuracy is at least this: more would leave RL little to do."""
+    """Stop once greedy held-out accuracy is at least this share: more would leave RL little to
+    do."""
     evaluate_every: int = 25
-    """Steps between two looks at the accuracy."""
+    """Supervised steps between two evaluations."""
     lr: float = 2e-3
-    """Learning rate after warm-up."""
+    """Learning rate of imitation after warm-up."""
     warmup_steps: int = 20
-    """Steps in which the learning rate rises to `lr`."""
+    """Supervised steps in which the learning rate rises to `lr`."""
     experts: int = 0
-    """Make it a mixture of so many experts, two for each token; 0 makes it dense."""
+    """Make the model a mixture of so many experts, two for each token; 0 makes it dense."""
     cache_dir: str = "outputs/models"
-    """Where starting models are kept."""
+    """Folder in which starting models are kept."""
 
     def __post_init__(self) -> None:
         if not 0 < self.enough_accuracy <= 1:

@@ -9,11 +9,12 @@ class WeightSyncConfig:
     """How weights go from the trainer to the generators."""
 
     transport: Literal["auto", "shm", "rdma", "file"] = "auto"
-    """`shm`: shared memory, on one host. `rdma`: memory that other hosts read, over TCP where there
-    is no such network card. `file`: safetensors files in `folder`. `auto`: `shm` on one host, else
-    `rdma`."""
+    """Way of the weights. `shm`: shared memory, on one host. `rdma`: memory that other hosts read,
+    over TCP where there is no such network card. `file`: safetensors files in `folder`. `auto`:
+    `shm` on one host, else `rdma`."""
     folder: str = ""
-    """For `file` only: on a file system that all hosts share; empty: the run's own folder."""
+    """Folder for `file` only, on a file system that all hosts share; empty: the run's own
+    folder."""
     checksums: Literal["auto", "on", "off"] = "auto"
     """Have generators compare a checksum of every tensor before they load any. `auto`: not through
     shared memory, which a lock keeps as it was published, nor of GPU memory, all of which would

@@ -1,8 +1,10 @@
 """Where the model that a run starts from is, or will be once a warm start has made it."""
 
+import ast
 import hashlib
 import inspect
 import json
+import textwrap
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -49,9 +51,27 @@ def _imitated(task: TaskConfig) -> dict[str, Any]:
 
 
 def _source(owner: type | None) -> str:
-    """The code of a task and of what it builds on."""
+    """The code of a task and of what it builds on, without comments and docstrings: to word one of
+    these differently makes no other model."""
     classes = [c for c in (owner.__mro__ if owner else ()) if issubclass(c, Task) and c is not Task]
     try:
-        return "".join(inspect.getsource(c) for c in classes)
+        return "\n".join(_bare_code(inspect.getsource(c)) for c in classes)
     except OSError:  # typed into a notebook or a console
         return ""
+
+
+def _bare_code(source: str) -> str:
+    tree = ast.parse(textwrap.dedent(source))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            code = [statement for statement in node.body if not _is_text(statement)]
+            node.body = code or [ast.Pass()]
+    return ast.unparse(tree)
+
+
+def _is_text(statement: ast.stmt) -> bool:
+    return (
+        isinstance(statement, ast.Expr)
+        and isinstance(statement.value, ast.Constant)
+        and isinstance(statement.value.value, str)
+    )
