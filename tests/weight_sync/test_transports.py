@@ -14,7 +14,7 @@ from torchtitan_rl.platform import worker_env
 from torchtitan_rl.supervision.spawn import spawn
 from torchtitan_rl.weight_sync.handle import Part, Slot
 from torchtitan_rl.weight_sync.rdma import _changed_blocks
-from torchtitan_rl.weight_sync.transport import choose_transport
+from torchtitan_rl.weight_sync.transport import check_folder, choose_transport
 
 SIZE = 2_500_000  # 25 MB: more than one block of RDMA
 
@@ -134,10 +134,11 @@ async def test_a_writer_that_is_gone_is_an_error_and_not_a_wait(second_writer, r
     for process in spawned.processes:
         process.kill()
     psutil.wait_procs(spawned.processes, timeout=10)
-    await asyncio.sleep(0.2)  # until the files' janitor has noticed
+    async with asyncio.timeout(20):  # until the files' janitor has noticed
+        while list(folder.glob("weights*")):
+            await asyncio.sleep(0.05)
     with pytest.raises(ActorError, match=r"WeightSyncError|StaleHandleError"):
         await readers[1].read.call_one(handle)
-    assert not list(folder.glob("weights*"))
 
 
 @pytest.mark.parametrize(
@@ -175,7 +176,7 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path, monkeypatch, folder, 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"^trainer\.weight_sync\.folder is") as refused:
-        WeightSyncConfig(transport="file", folder=folder).check_folder()
+        check_folder(WeightSyncConfig(transport="file", folder=folder))
     assert f"{tmp_path / culprit} cannot be written to ({why}" in str(refused.value)
     assert "leave it empty" in str(refused.value)
 
@@ -184,7 +185,7 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path, monkeypatch, folder, 
 def test_a_folder_that_can_be_made_is_not_made_yet(tmp_path, monkeypatch, folder):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()
-    WeightSyncConfig(transport="file", folder=folder).check_folder()
+    check_folder(WeightSyncConfig(transport="file", folder=folder))
     assert [path.name for path in tmp_path.rglob("*")] == ["here"]
 
 
