@@ -21,9 +21,11 @@ def block(name: str) -> str:
     return found
 
 
-def command(ending: str) -> list[str]:
-    """The arguments of the first command with this in it, without the `python` before them."""
-    return next(line for line in TEXT.splitlines() if ending in line).split()[1:]
+def command(part: str) -> list[str]:
+    """Arguments for `python` that run the first command of the pages with this text in it."""
+    commands = re.findall(r"^((?:torchtitan-rl|python) .*)$", TEXT, flags=re.MULTILINE)
+    program, *arguments = next(line for line in commands if part in line).split()
+    return arguments if program == "python" else ["-m", "torchtitan_rl", *arguments]
 
 
 async def run_block(name: str, **names: Any) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from torchtitan_rl.algorithms.objective import objective
 from torchtitan_rl.algorithms.policy_loss import LossInputs
 from torchtitan_rl.cli.train import parse
 from torchtitan_rl.config import LossConfig, WarmStartConfig
+from torchtitan_rl.core.columns import COLUMNS
 from torchtitan_rl.core.types import Completion, Rollout
 from torchtitan_rl.observability.sinks import read_metrics
 from torchtitan_rl.recipes import registry as recipes
@@ -102,13 +103,19 @@ def test_the_task_with_a_tool_can_be_played(tmp_path, monkeypatch):
     check(config)  # the demonstration too
 
 
+def test_the_column_is_declared():
+    exec(block("margins.py"), {})
+    margin = COLUMNS.pop("margin")
+    assert (margin.made_by, margin.covers) == ("generator", "completion")
+
+
 def test_the_mixture_can_be_made(monkeypatch):
     made: dict = {}
     exec(block("mixing.py"), made)
     assert list(made["task"].build(seed=0).members()) == ["calculator", "sum_digits"]
 
 
-COMMAND = re.compile(r"^\S*python -m torchtitan_rl\.train (--config .*)$", re.MULTILINE)
+COMMAND = re.compile(r"^(?:python -m torchtitan_rl\.|torchtitan-rl )train (--config .*)$", re.M)
 
 
 def overridden() -> list[str]:
@@ -142,10 +149,25 @@ def test_every_python_block_is_used_by_a_test():
 def test_every_path_and_make_target_named_exists():
     """Links of docs/ are Sphinx's business: see test_docs.py."""
     paths = re.findall(r"\]\(([a-zA-Z_/.]+)\)", PAGES["README.md"])
-    paths += re.findall(r"`((?:torchtitan_rl|examples|scripts|requirements)/[a-z_/.]*)`", TEXT)
+    folders = "torchtitan_rl|examples|scripts|requirements|tests|benchmarks"
+    paths += re.findall(rf"`((?:{folders})/[a-z0-9_/.]*)`", TEXT)
     assert [path for path in paths if not (ROOT / path).exists()] == []
     targets = set(re.findall(r"^([a-z]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"(?:^|`)make ([a-z]+)", TEXT, re.MULTILINE)) <= targets
+
+
+def test_the_names_that_are_said_to_be_in_a_file_are_there():
+    """Written as `path.py`: `NAME`, `other`."""
+    said = re.findall(r"`(torchtitan_rl/[a-z0-9_/]*\.py)`: (`\w+`(?:, `\w+`)*)", TEXT)
+    pairs = [(path, name) for path, names in said for name in re.findall(r"\w+", names)]
+    assert len(pairs) > 20
+    defined = r"^ *(?:class |def |async def )?{}\b *(?:=|:|\()"
+    missing = [
+        (path, name)
+        for path, name in pairs
+        if not re.search(defined.format(name), (ROOT / path).read_text(), re.MULTILINE)
+    ]
+    assert missing == []
 
 
 def test_the_readme_is_short():
