@@ -14,7 +14,7 @@ from torchtitan_rl.actors.interfaces import EnvironmentResponse, SampleFailure
 from torchtitan_rl.config import RolloutConfig, SamplingConfig
 from torchtitan_rl.core.types import Completion, Status
 from torchtitan_rl.rollout.groups import PromptGroup
-from torchtitan_rl.rollout.loop import RolloutLoop, roll_out
+from torchtitan_rl.rollout.loop import RolloutLoop
 from torchtitan_rl.rollout.prompts import check_prompt
 from torchtitan_rl.rollout.renderer import ChatRenderer
 from torchtitan_rl.supervision.spawn import spawn_environment
@@ -100,13 +100,13 @@ class Script:
 
 
 def play(groups, script, environment, limits=LIMITS):
-    return roll_out(
+    return RolloutLoop(
         groups,
         sample=script.sample,
         respond=lambda requests: environment.actor.respond.call_one(requests),
         renderer=script.renderer,
         limits=limits,
-    )
+    ).run()
 
 
 async def test_two_hundred_conversations_with_every_bad_tool_all_end(renderer, environment):
@@ -169,9 +169,9 @@ async def test_a_task_without_turns_takes_one(renderer):
     task = Plain.Config().build()
     groups = [group(renderer, "adds", n=3, task=task)]
     script = Script(renderer)
-    [made] = await roll_out(
+    [made] = await RolloutLoop(
         groups, sample=script.sample, respond=nobody, renderer=renderer, limits=LIMITS
-    )
+    ).run()
     assert [rollout.status for rollout in made.rollouts] == ["finished"] * 3
     assert made.rollouts[0].messages[-1]["content"].startswith('\n{"name"')
 

@@ -150,8 +150,8 @@ def test_echo_makes_no_other_starting_model(folder):
     assert [part.echo for part in quiet.task.parts()] == [None, None]
 
 
-async def test_a_dump_trains_as_the_run_did(folder, straight):
-    """Several tasks, turns, echo and held-out rollouts: every number of the trainer is the same."""
+async def test_a_replay_trains_as_the_run_did(folder, straight):
+    """Tasks, turns, echo and untrained rollouts: every number of the trainer is the same."""
     config = config_for(folder, run="again", steps=4)
     config = replace(
         config,

@@ -18,7 +18,7 @@ from torchtitan_rl.core.types import Episode, Rollout
 from torchtitan_rl.rollout.groups import ScoredGroup
 from torchtitan_rl.rollout.record import RolloutRecord, lost_records, rollout_of
 from torchtitan_rl.rollout.sequences import TokenSequence, merge_turns, turn_alphas
-from torchtitan_rl.tasks.task import is_heldout
+from torchtitan_rl.tasks.task import in_share
 
 
 def annotate(
@@ -33,8 +33,7 @@ def annotate(
     for scored, value in zip(group.scored, advantages, strict=True):
         rollout = rollout_of(scored)
         sequences, unattributed = echoing_sequences(prompt.task.config.echo, rollout)
-        # By a hash, as held-out prompts are: no seed and no order decides.
-        measured = is_heldout(f"{prompt.id}/{rollout.sample}", untrained_share)
+        measured = in_share(f"{prompt.id}/{rollout.sample}", untrained_share)
         records.append(
             RolloutRecord.of(
                 prompt,

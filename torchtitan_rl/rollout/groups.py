@@ -6,7 +6,6 @@ Every rollout that a PromptGroup asks for is in the RolloutGroup once, with how 
 ScoredGroup once, scored or lost.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torchtitan_rl.config.sampling import SamplingConfig
@@ -71,8 +70,3 @@ class ScoredGroup:
     scored: tuple[ScoredCompletion, ...]
     """Each holds its Rollout."""
     lost: tuple[Rollout, ...]
-
-
-def all_scored(groups: Sequence[ScoredGroup]) -> list[tuple[str, ScoredCompletion]]:
-    """Every scored sample with the name of its task."""
-    return [(group.prompt.task.name, scored) for group in groups for scored in group.scored]

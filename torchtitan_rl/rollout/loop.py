@@ -105,19 +105,6 @@ class RolloutLoop:
         return listening
 
 
-async def roll_out(
-    prompts: Sequence[PromptGroup],
-    *,
-    sample: SampleCall,
-    respond: RespondCall,
-    renderer: ChatRenderer,
-    limits: RolloutConfig,
-) -> list[RolloutGroup]:
-    """All rollouts of the prompts, each with how it ended."""
-    loop = RolloutLoop(prompts, sample=sample, respond=respond, renderer=renderer, limits=limits)
-    return await loop.run()
-
-
 class _Conversation:
     """Drives one rollout. What was sampled is never tokenised again, unless the chat's format wants
     all of it rendered anew: that starts a sequence of its own."""

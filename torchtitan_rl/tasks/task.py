@@ -169,5 +169,10 @@ def is_heldout(question: str, share: float) -> bool:
         >>> sum(is_heldout(str(i), 0.1) for i in range(10_000)) in range(900, 1100)
         True
     """
-    digest = hashlib.blake2b(question.encode(), digest_size=8).digest()
+    return in_share(question, share)
+
+
+def in_share(name: str, share: float) -> bool:
+    """Whether a name is in a share of all names; decided by its hash, not by seed or order."""
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") / 2**64 < share
