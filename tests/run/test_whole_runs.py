@@ -196,7 +196,7 @@ def test_the_trainer_alone_makes_the_same_model_of_the_saved_rollouts(
                 [rollout["advantage"]] * len(sequence["token_ids"])
             )
             assert record["trainer_logprobs"][prompt:] == pytest.approx(
-                sequence["logprobs"], abs=1e-4
+                sequence["token_logprobs"], abs=1e-4
             )
 
 
