@@ -65,3 +65,32 @@ def test_algorithms_and_batching_import_no_actor():
 def test_every_module_says_what_it_has():
     for path in MODULES:
         assert summary(path), path
+
+
+VAGUE = ("Of ", "Those ", "The same", "It ", "This ", "As ")
+"""Beginnings of docstrings whose subject is in the line above, if anywhere."""
+
+
+def body_of(node: ast.AST) -> list[ast.stmt]:
+    """Statements of a node; a lambda's body is an expression."""
+    body = getattr(node, "body", None)
+    return body if isinstance(body, list) else []
+
+
+def docstrings(path: Path) -> Iterator[tuple[int, str]]:
+    """Docstrings of a module, its classes, functions and fields, each with its line."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        for statement in body_of(node):
+            match statement:
+                case ast.Expr(value=ast.Constant(value=str(text)), lineno=line):
+                    yield line, text.strip()
+
+
+def test_every_docstring_names_its_subject():
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {text.splitlines()[0]}"
+        for path in MODULES
+        for line, text in docstrings(path)
+        if text.startswith(VAGUE)
+    ]
+    assert found == []

@@ -146,7 +146,7 @@ def test_the_notebook_trains_a_step_and_serves_it(tmp_path):
     shorter = {
         "range(120)": "range(60)",  # of teaching: enough for rewards that differ
         "kv_cache_gib=0.1))": "kv_cache_gib=0.1), threads=1)",
-        "Trainer.Config(optimizer": "Trainer.Config(threads=1, optimizer",
+        "Config(optimizer=": "Config(threads=1, optimizer=",
     }
     written = NOTEBOOK.read_text()
     for text, other in shorter.items():

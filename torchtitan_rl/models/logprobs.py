@@ -98,12 +98,11 @@ def _logits(hidden: torch.Tensor, weight: torch.Tensor, temperatures: torch.Tens
 
 
 def _statistics(logits: torch.Tensor, *, keep: bool) -> tuple[torch.Tensor, ...]:
-    """Of every token the largest of its logits [tokens, vocab] (`top`), and over the vocabulary the
-    sums of exp(logit - top) and of exp(logit - top)·(logit - top).
+    """For each token the largest of its logits [tokens, vocab] (`top`), and the sums over the
+    vocabulary of exp(logit - top) and of exp(logit - top)·(logit - top).
 
-    Logits are overwritten: with `keep` by exp(logit - top), else by what is of no use.
-
-    From the largest logit down: differences of large numbers would cost digits.
+    Logits are overwritten: with `keep` by exp(logit - top), else by intermediate values. The
+    largest logit is subtracted first, because differences of large numbers would cost digits.
     """
     tops, totals, moments = (logits.new_empty(len(logits)) for _ in range(3))
     size = BLOCK_ELEMENTS.get(logits.device.type, logits.numel()) // max(1, logits.shape[-1])

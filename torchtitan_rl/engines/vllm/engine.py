@@ -55,12 +55,13 @@ class _Slot:
     index: int
     prompt_idx: int
     vllm_id: str
-    """What vLLM calls the request."""
+    """Id of the request in vLLM."""
     versions: list[tuple[int, int]]
-    """From which token on which weights sample; more than one after a swap."""
+    """Pairs of a first token and the policy version that sampled from it on; several after a
+    swap."""
 
     def token_versions(self, tokens: int) -> list[int]:
-        """Of each of its tokens.
+        """Policy version of each of the request's tokens.
 
         Example:
             versions [(0, 3), (2, 4)], 5 tokens: [3, 3, 4, 4, 4]

@@ -38,7 +38,7 @@ class Bucket:
     real: torch.Tensor | None
     """[segments, longest] False at padding; None when there is none."""
     alone: slice | None
-    """Of one segment where it is in the row: a view copies nothing."""
+    """Where a single segment is in the row, so that a view of it copies nothing."""
 
     @classmethod
     def of(cls, members: Sequence[Segment]) -> "Bucket":
@@ -57,7 +57,8 @@ class Bucket:
         return taken.view(*self.index.shape, *values.shape[1:]).transpose(1, 2)
 
     def take_lse(self, lse: torch.Tensor) -> torch.Tensor:
-        """The same of log-sum-exps: infinite ones keep what pads out of every gradient."""
+        """Log-sum-exps [tokens, heads] to [segments, heads, longest]; infinite at padding, which
+        keeps it out of every gradient."""
         taken = self.take(lse)
         if self.real is not None:
             taken = taken.masked_fill(~self.real.unsqueeze(1), torch.inf)
@@ -136,8 +137,8 @@ class PackedAttention(Module):
 
 
 class PlainAttention(PackedAttention):
-    """The same attention, segment by segment by torch's own: what PackedAttention is measured
-    against."""
+    """Attention of each segment by torch's own kernel: the baseline that PackedAttention is
+    measured against."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(PackedAttention.Config):
