@@ -360,7 +360,7 @@ async def test_every_rank_exports_the_tokens_it_trained(trainers, tokens_folder)
         records = {r["name"]: r for file in files for _, r in read_lines(file)}
         assert records.keys() == {e.name for e in episodes}
         for e in episodes:
-            assert records[e.name]["ids"] == e.prompt_token_ids + e.token_ids
+            assert records[e.name]["tokens"] == e.prompt_token_ids + e.token_ids
         first, last = records[episodes[0].name], records[episodes[-1].name]
         assert first["trainer_logprobs"][3:] == pytest.approx(before[3:].tolist(), abs=1e-5)
         assert set(first["ratios"][3:]) == {1.0}  # of the first update
