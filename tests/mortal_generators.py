@@ -1,4 +1,4 @@
-"""Generators whose processes die, hang and fail to start as they are told, in virtual time."""
+"""Generators whose processes die, hang and fail to start on demand, in virtual time."""
 
 import asyncio
 import random
@@ -68,7 +68,7 @@ class World:
 
 
 class Process:
-    """As `Spawned`, with an actor."""
+    """A process with an actor, in the place of `Spawned`."""
 
     def __init__(self, world, number):
         self.world, self.number = world, number

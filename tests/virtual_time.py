@@ -43,7 +43,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         return self._jumping.now
 
     def block(self, seconds: float) -> None:
-        """As if the caller had computed for so long, and held up everyone else."""
+        """Move the clock as if the caller had computed for so long, and held up everyone else."""
         self._jumping.now += seconds
 
 

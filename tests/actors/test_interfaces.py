@@ -1,8 +1,11 @@
 """The contracts of the actors: ours keep them, and a class that does not is refused by name."""
 
+from dataclasses import replace
+
 import pytest
 from monarch.actor import Actor, concurrent_endpoint
 
+from tests.support import low_tokens
 from torchtitan_rl.actors.environment import Environment
 from torchtitan_rl.actors.generator import VLLMGenerator
 from torchtitan_rl.actors.grader import Grader
@@ -18,6 +21,8 @@ from torchtitan_rl.actors.interfaces import (
 from torchtitan_rl.actors.reference import Reference
 from torchtitan_rl.actors.simulated import SimulatedGenerator, SimulatedTrainer
 from torchtitan_rl.actors.trainer import Trainer
+from torchtitan_rl.config import GeneratorConfig
+from torchtitan_rl.run.checks import check_code
 
 
 @pytest.mark.parametrize(
@@ -72,3 +77,11 @@ class Narrow(Half):
 def test_a_class_that_breaks_its_contract_is_refused_by_name(actor, problem):
     with pytest.raises(ContractError, match=problem):
         check_contract(actor, GeneratorProtocol, what="mine")
+
+
+def test_a_run_refuses_such_a_backend_before_it_starts_anything():
+    backend = f"{__name__}:Half"
+    with pytest.raises(
+        ContractError, match=f"generator.backend '{backend}' has no endpoint cancel"
+    ):
+        check_code(replace(low_tokens(), generator=GeneratorConfig(backend=backend)))

@@ -81,7 +81,7 @@ async def test_a_grader_that_is_killed_from_outside_costs_nothing(graders):
 
 
 async def test_death_is_noticed_also_if_nobody_says_so(graders, monkeypatch):
-    """As when the machine is busy, and Monarch takes half a minute."""
+    """On a busy machine Monarch may take half a minute to report a death."""
     graders.pool._last_words = 0.0
     real = module.call_with_deadline
 
