@@ -344,7 +344,7 @@ async def test_later_updates_of_a_batch_know_the_policy_it_started_with(trainer)
 
 
 async def test_every_rank_exports_the_tokens_it_trained(trainers, tokens_folder):
-    """One of the ranks that share a model exports. Two updates of a step, and prompts that are shared."""
+    """One rank of those that share a model exports. Two updates of a step, and shared prompts."""
     episodes = [
         replace(e, prompt_token_ids=[1, 2, 3], group_id=str(i // 3), name=f"{i // 3}/{i % 3}/0")
         for i, e in enumerate(random_episodes(12, longest=20, seed=8))
