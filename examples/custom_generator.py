@@ -1,6 +1,6 @@
 """A generator of your own, in the place of vLLM: transformers' `generate`, one sample at a time.
 
-.venv/bin/python -m torchtitan_rl.train --module examples/custom_task.py --config palindromes_tiny \
+torchtitan-rl train --module examples/custom_task.py --config palindromes_tiny \
     --generator.backend custom_generator:TransformersGenerator
 """
 

@@ -1,12 +1,13 @@
-"""A loss of your own: imitate what went well, and unlearn what did not only while it is likely.
+"""A loss of your own: imitate good samples, and push bad ones down only while they are likely.
 
-.venv/bin/python -m torchtitan_rl.train --module examples/custom_task.py --config palindromes_tiny \
+torchtitan-rl train --module examples/custom_task.py --config palindromes_tiny \
     --trainer.loss.name custom_loss:tapered --trainer.loss.kwargs most 1.0
 """
 
 import torch
 
-from torchtitan_rl.algorithms.policy_loss import LossInputs, LossOutput, ratio_of, required
+from torchtitan_rl import LossInputs, LossOutput
+from torchtitan_rl.algorithms.policy_loss import ratio_of, required
 from torchtitan_rl.core.metrics import Distribution
 
 

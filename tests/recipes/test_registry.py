@@ -94,6 +94,7 @@ def test_a_module_can_be_given_as_a_file_and_import_its_neighbours(folder):
     (folder / "mine" / "my_recipes.py").write_text("from elsewhere import answer")
     (folder / "mine" / "elsewhere.py").write_text("answer = 43")
     assert load_module("mine/my_recipes.py").answer == 43
+    assert sys.path[:2] == [str(folder / "mine"), str(folder)]  # plug-ins are found in both
 
 
 def test_a_file_whose_name_is_taken_is_not_mixed_up(folder):

@@ -55,8 +55,10 @@ def load_module(name: str = DEFAULT_MODULE) -> ModuleType | None:
         if not file.is_file():
             raise RecipeError(f"--module {name}: there is no such file")
         folder, name = file.parent, file.stem
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
+    # Plug-ins are found in both folders; a console script has neither on its path.
+    for place in map(str, (Path.cwd(), folder)):
+        if place not in sys.path:
+            sys.path.insert(0, place)
     if importlib.util.find_spec(name.partition(".")[0]) is None:
         if name == DEFAULT_MODULE:
             return None
