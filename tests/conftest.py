@@ -14,17 +14,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from tests.models.support import noisy_copy
 from torchtitan_rl.models.makers.tiny import write_tiny_model
 
-# Where pytest runs in the background of a shell, Ctrl-C is ignored, and so by whatever it starts.
+# A shell's background job ignores Ctrl-C, and so would whatever the tests start.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LONGEST = (
-    *("run/test_whole_runs.py", "test_readme.py", "examples", "actors/test_trainer.py"),
-    *("engines/vllm/test_partial_pulls.py", "supervision/test_graders.py"),
-    *("engines/vllm/test_routing.py", "run/test_async_runs.py", "run/test_tool_runs.py"),
-    *("run/test_integration.py", "run/test_warm_start.py", "models/test_shards.py", "run"),
-    *("actors", "engines", "weight_sync", "supervision/test_generators.py"),
-    *("rollout/test_loop.py", "models", "view", "test_docs.py"),
+    *("run/test_whole_runs.py", "actors/test_trainer.py", "test_readme.py"),
+    *("engines/vllm/test_partial_pulls.py", "run/test_tool_runs.py", "run/test_async_runs.py"),
+    *("examples", "engines/vllm/test_routing.py", "models/test_shards.py", "run/test_sync_runs.py"),
+    *("supervision/test_graders.py", "engines/vllm/test_direct_loads.py", "run"),
+    *("models/test_moe_ranks.py", "actors", "engines", "weight_sync", "supervision"),
+    *("rollout/test_loop.py", "view", "test_docs.py", "models", "cli"),
 )
 """Files and folders that take longest, the longest first. Else one process would be left alone with
 one of them at the end."""
@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def place(item: pytest.Item) -> int:
-    """Of the first in LONGEST that it belongs to; the rest comes last."""
+    """Place of a test in the order: that of its file in LONGEST; the rest comes last."""
     path = item.path.relative_to(Path(__file__).parent)
     own = [i for i, name in enumerate(LONGEST) if path.is_relative_to(name)]
     return min(own, default=len(LONGEST))
