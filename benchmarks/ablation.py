@@ -1,7 +1,7 @@
 """What each optimization is worth: the time of a whole step without it, over the time with all.
 
-    python benchmarks/ablation.py                     both models, every optimization: 40 minutes
-    python benchmarks/ablation.py 135M sampler norms  one model, some optimizations
+    python benchmarks/ablation.py                     both models, every optimization
+    python benchmarks/ablation.py 135M no_ranks norms  one model, some of them
 
 The work is that of peer_trl.py: 8 prompts of 8 samples per step, 32 new tokens each, sampled,
 trained on and synchronized. Each run is a new Controller with new processes, of which one
@@ -35,43 +35,30 @@ STEPS = {"tiny": 20, "135M": 2}
 BASELINE_EVERY = 4
 """So many runs lie between two with everything on."""
 
-ENGINE = (
-    "norms",
-    "swiglu",
-    "seeds_ahead",
-    "no_ranks",
-    "prompt_sharing",
-    "direct_load",
-    "flat_layers",
-    "attention_call",
-    "gloo_loop",
-)
-"""Of vLLM on a CPU: torchtitan_rl/engines/vllm/cpu."""
+ENGINE = ("norms", "no_ranks", "prompt_sharing", "direct_load", "flat_layers")
+"""Patches of vLLM on a CPU: torchtitan_rl/engines/vllm/cpu."""
 TRAINER = (
     "packed_attention",
     "fused_norm",
-    "fused_rope",
-    "fused_swiglu",
     "accumulating_linear",
-    "accumulating_embedding",
     "onednn_products",
     "kept_logits",
-    "blocked_logits",
     "last_token",
     "shared_prompts",
 )
-"""Of the trainer on a CPU: torchtitan_rl/models/cpu, models/logprobs.py, models/rank.py."""
+"""Parts of the trainer on a CPU: torchtitan_rl/models/cpu, models/logprobs.py, models/rank.py."""
 PROCESS = (
     "MALLOC_MMAP_THRESHOLD_",
     "MALLOC_TRIM_THRESHOLD_",
     "MALLOC_ARENA_MAX",
     "GOMP_SPINCOUNT",
     "OMP_WAIT_POLICY",
-    "KMP_BLOCKTIME",
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY",
+    "LRU_CACHE_CAPACITY",
     "garbage",
     "release_freed_memory",
 )
-"""Of every process: torchtitan_rl/platform."""
+"""Settings of every process: torchtitan_rl/platform."""
 
 
 @dataclass(frozen=True)

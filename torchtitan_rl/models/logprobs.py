@@ -21,7 +21,7 @@ KEPT_ELEMENTS = {"cpu": 2**26} if enabled("kept_logits") else {}
 """So few logits are one piece, and are not made again: a quarter of the head's products less. 256
 MB at most are kept. Other devices keep none."""
 
-BLOCK_ELEMENTS = {"cpu": 2**19} if enabled("blocked_logits") else {}
+BLOCK_ELEMENTS = {"cpu": 2**19}
 """Logits that are gone over together: on a CPU so few that they stay in its cache meanwhile."""
 
 

@@ -5,15 +5,14 @@ from the 0.6M-parameter starting model to Qwen3-14B and the mixtures of experts.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torchtitan.models.common import CosSinRoPE, Embedding, Linear
-from torchtitan.models.common.attention import GQAttention, VarlenAttention
+from torchtitan.models.common import CosSinRoPE, Embedding
+from torchtitan.models.common.attention import GQAttention
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
 from torchtitan.models.common.feed_forward import FeedForward
 from torchtitan.models.common.nn_modules import RMSNorm
@@ -21,45 +20,13 @@ from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.qwen3 import Qwen3Model, parallelize_qwen3
 from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 from torchtitan.protocols.model_spec import ModelSpec
-from torchtitan.protocols.module import Module
 
-from torchtitan_rl.models.cpu.accumulate import AccumulatingEmbedding, AccumulatingLinear
-from torchtitan_rl.models.cpu.attention import PackedAttention, PlainAttention
-from torchtitan_rl.models.cpu.fused import FusedFeedForward, FusedRMSNorm, FusedRoPE
+from torchtitan_rl.models import cpu
 from torchtitan_rl.models.head import LogprobHead
 from torchtitan_rl.models.hf import head_size, moe_layers, read_hf_config, rope_theta
 from torchtitan_rl.models.moe import ExpertsAdapter, moe_config
+from torchtitan_rl.models.parts import Parts
 from torchtitan_rl.platform import device_type
-from torchtitan_rl.platform.switches import enabled
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """What a model is made of."""
-
-    attention: type[Module]
-    """Never attends across the documents of a row."""
-    norm: type[RMSNorm]
-    rope: type[CosSinRoPE]
-    feed_forward: type[FeedForward]
-    linear: type[Linear]
-    embedding: type[Embedding]
-
-    def as_linear(self, config: Linear.Config) -> Linear.Config:
-        """The layer that torchtitan's helpers have described, as one of ours."""
-        return self.linear.Config(**{f.name: getattr(config, f.name) for f in fields(config)})
-
-
-CPU_PARTS = Parts(
-    PackedAttention if enabled("packed_attention") else PlainAttention,
-    FusedRMSNorm if enabled("fused_norm") else RMSNorm,
-    FusedRoPE if enabled("fused_rope") else CosSinRoPE,
-    FusedFeedForward if enabled("fused_swiglu") else FeedForward,
-    AccumulatingLinear if enabled("accumulating_linear") else Linear,
-    AccumulatingEmbedding if enabled("accumulating_embedding") else Embedding,
-)
-GPU_PARTS = Parts(VarlenAttention, RMSNorm, CosSinRoPE, FeedForward, Linear, Embedding)
-"""torchtitan's own."""
 
 
 def model_spec(folder: str | Path) -> ModelSpec:
@@ -89,7 +56,7 @@ def _decoder(config: dict[str, Any], name: str) -> ModelSpec:
     }
     tied = config.get("tie_word_embeddings", False)
 
-    parts = CPU_PARTS if device_type() == "cpu" else GPU_PARTS
+    parts = cpu.apply(Parts()) if device_type() == "cpu" else Parts()
 
     def norm(size: int) -> RMSNorm.Config:
         ones = {"weight": nn.init.ones_}
@@ -103,7 +70,7 @@ def _decoder(config: dict[str, Any], name: str) -> ModelSpec:
             w2w3_param_init=linear,
         )
         w1, w2, w3 = map(parts.as_linear, (plain.w1, plain.w2, plain.w3))
-        return parts.feed_forward.Config(w1=w1, w2=w2, w3=w3)
+        return FeedForward.Config(w1=w1, w2=w2, w3=w3)
 
     def attention() -> GQAttention.Config:
         made = make_gqa_config(
@@ -115,7 +82,7 @@ def _decoder(config: dict[str, Any], name: str) -> ModelSpec:
             wo_param_init=linear,
             inner_attention=parts.attention.Config(),
             fuse_qkv=True,
-            rope=parts.rope.Config(
+            rope=CosSinRoPE.Config(
                 dim=head_dim,
                 max_seq_len=config["max_position_embeddings"],
                 theta=rope_theta(config),
@@ -141,7 +108,7 @@ def _decoder(config: dict[str, Any], name: str) -> ModelSpec:
         dim=dim,
         norm=norm(dim),
         enable_weight_tying=tied,
-        tok_embeddings=parts.embedding.Config(
+        tok_embeddings=Embedding.Config(
             num_embeddings=vocab_size,
             embedding_dim=dim,
             param_init={"weight": skip_param_init if tied else partial(nn.init.normal_, std=0.02)},

@@ -1,4 +1,4 @@
-"""Python's garbage collector, told what a run is like."""
+"""Python's garbage collector, set for a run."""
 
 import gc
 
@@ -6,8 +6,8 @@ from torchtitan_rl.platform.switches import enabled
 
 
 def collect_garbage_rarely() -> None:
-    """For this process: look for garbage after 50,000 new objects, not 700, and hardly ever through
-    all there are.
+    """Have this process look for garbage after 50,000 new objects, not 700, and hardly ever
+    through all there are.
 
     A batch is many thousands of short lists, none of them garbage, beside a million objects of
     imports: looking through these again and again takes longer than making the batch.

@@ -15,6 +15,6 @@ def die_with(parent: int) -> None:
 
 
 def set_death_signal(number: int) -> None:
-    """Sent when the parent dies; 0 is none."""
+    """Choose the signal that this process gets when its parent dies; 0 is none."""
     set_parent_death_signal = 1  # linux/prctl.h
     _LIBC.prctl(set_parent_death_signal, number, 0, 0, 0)

@@ -19,7 +19,7 @@ async def main(folder):
     model = served.worker.model_runner.get_model()
     assert not any("forward" in vars(layer) for layer in model.model.layers)
     made_by = {type(module).__module__ for module in model.modules()}
-    made_by.add(vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler.forward_cpu.__module__)
+    made_by.add(vllm.v1.sample.sampler.Sampler.gather_logprobs.__module__)
     assert not [name for name in made_by if name.startswith("torchtitan_rl")], made_by
     await served.versions(folder)  # each version's logprobs are those of transformers
     assert served.reloads == sum(names != [] for names in CHANGES), "vLLM loads them all"

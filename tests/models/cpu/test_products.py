@@ -12,6 +12,7 @@ from torchtitan_rl.models.cpu.products import times_transposed
 @pytest.mark.parametrize("large", [0, 2**27], ids=["oneDNN", "MKL"])
 def test_a_product_with_a_transposed_matrix(monkeypatch, shape, dtype, large):
     monkeypatch.setattr(products, "LARGE", large)
+    monkeypatch.setattr(products, "LARGE_MATRIX", 0)
     rows, inner, columns = shape
     draw = torch.Generator().manual_seed(rows)
     left, right = (torch.randn(n, inner, generator=draw).to(dtype) for n in (rows, columns))

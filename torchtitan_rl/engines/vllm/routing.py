@@ -1,7 +1,7 @@
 """The experts the generator chose, for router replay: one interface, a source for CPU and for GPU.
 
 On a GPU vLLM returns them itself. On a CPU that part of vLLM does not run (it needs Triton), so a
-recorder in vLLM's worker listens to the routers; see `vllm_routing.py`.
+recorder in vLLM's worker listens to the routers; see `routing_recorder.py`.
 """
 
 import os
@@ -16,19 +16,19 @@ from torchtitan_rl.platform import device_type
 
 
 class RoutingSource(Protocol):
-    """Where the engine gets the routing of finished requests."""
+    """A source of the routing of finished requests."""
 
     def take(self, output: Any) -> np.ndarray:
         """[prompt + completion tokens, layers with experts, top_k] of a finished request, once."""
         ...
 
     def drop(self, request_ids: Sequence[str]) -> None:
-        """These requests were aborted: nobody will take their routing."""
+        """Discard the routing of requests that were aborted."""
         ...
 
 
 class RecordedRouting:
-    """Asks the recorders in vLLM's workers; they all see the same, so the first one's answer."""
+    """Routing from the recorders in vLLM's workers; all see the same, so the first one is asked."""
 
     def __init__(self, engine: Any) -> None:
         self._rpc = engine.collective_rpc
@@ -42,7 +42,7 @@ class RecordedRouting:
 
 
 class ReturnedRouting:
-    """vLLM's own: it comes with the output, with a row for every layer, dense ones too."""
+    """Routing that vLLM returns with its outputs, with a row for every layer, dense ones too."""
 
     def __init__(self, hf: dict[str, Any]) -> None:
         self._layers, self._dtype = moe_layers(hf), expert_dtype(hf["num_experts"])
@@ -56,7 +56,7 @@ class ReturnedRouting:
 
 
 def engine_options() -> dict[str, Any]:
-    """What vLLM must be told to have routing to return."""
+    """Engine arguments by which vLLM has routing to return."""
     if device_type() == "cpu":
         return {}
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the one that can
@@ -71,7 +71,7 @@ def make_routing_source(engine: Any, model: str) -> RoutingSource:
 
 
 def _complete(rows: np.ndarray, output: Any) -> np.ndarray:
-    """With a row for the last sampled token, which the engine never feeds back in."""
+    """Rows of a request, with one for the last sampled token, which is never fed back in."""
     tokens = len(output.prompt_token_ids) + len(output.outputs[0].token_ids)
     if len(rows) < tokens - 1:
         raise RuntimeError(

@@ -33,7 +33,7 @@ class RoutingRecorder:
     of its keys and values, as long as those live.
 
     A token that is computed again, after a preemption or a swap of weights, keeps the choices of
-    the first time: with those the tokens behind it were sampled.
+    the first time: with those the tokens after it were sampled.
     """
 
     def __init__(self, runner: Any) -> None:

@@ -4,6 +4,9 @@ A row is never attended to as a whole, so its square is never paid for. Segments
 as one batch of the causal flash kernel; the branches' attention to their trunk is a second call,
 without a mask. The two are merged by their log-sum-exp, and the kernel's own backward pass, given
 the merged output and log-sum-exp, returns each call's exact share of the gradient.
+
+Gain of a whole step over one call of torch's attention per segment: 13 % (tiny), 3 % (135M) (two
+cores of an AMD EPYC with AVX-512, torch 2.13).
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,15 +25,15 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 ALONE_FROM = 256
-"""Segments of this length keep the kernel busy by themselves."""
+"""Tokens from which on a segment keeps the kernel busy by itself."""
 MANY = 16
-"""So many segments of one length are worth a call of their own."""
+"""Segments of one length from which on they are worth a call of their own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
     """Segments of like length for one call of the kernel, padded on the right: in a causal call
-    behind the last key that a query sees."""
+    after the last key that a query sees."""
 
     index: torch.Tensor
     """[segments, longest] where their tokens are in the row; padding is the segment's last token,
@@ -77,7 +80,7 @@ class WayBack:
             places[bucket.index[real]] = here[real]
             first += bucket.index.numel()
         self._lacks_some = bool((places == total).any())
-        """Tokens that are in no bucket: theirs is the place behind the last."""
+        """Tokens that are in no bucket: theirs is the place after the last."""
         in_order = tokens == total and torch.equal(places, torch.arange(total))
         self._places = None if in_order else places
 

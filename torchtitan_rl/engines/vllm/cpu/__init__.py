@@ -16,8 +16,8 @@ from torchtitan_rl.platform.switches import enabled
 
 WRITTEN_FOR = "0.32.0"
 """The version of vLLM whose insides the patches know."""
-CLASS_PATCHES = ("attention_call", "gloo_loop", "norms", "swiglu", "sampler")
-"""Modules here whose `apply` changes classes of vLLM and torch, in this order. The others:
+CLASS_PATCHES = ("norms", "no_ranks")
+"""Modules here whose `apply` changes classes of vLLM, in this order. The others:
 `prompt_sharing` (an engine argument), `flat_layers` (the built model), `direct_load` (new weights).
 """
 

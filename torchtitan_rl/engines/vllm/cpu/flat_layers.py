@@ -4,7 +4,8 @@ While a small model decodes, more time goes to Python than to arithmetic, and mu
 of modules within modules. Here a layer calls its operations itself, the same ones in the same
 order: what comes out is the same to the bit.
 
-Gain: GAIN_flat_layers (vLLM 0.32.0, two cores of an AMD EPYC with AVX-512).
+Gain of a whole step: 3 % (tiny), 0 % (135M) (vLLM 0.32.0, two cores of an AMD EPYC with
+AVX-512).
 """
 
 from collections.abc import Callable

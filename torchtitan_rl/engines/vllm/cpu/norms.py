@@ -1,6 +1,7 @@
 """RMSNorm of vLLM's layers by its compiled CPU kernels, which vLLM chooses on GPUs only.
 
-Gain: GAIN_norms (vLLM 0.32.0, two cores of an AMD EPYC with AVX-512).
+Gain of a whole step: 7 % (tiny), 2 % (135M) (vLLM 0.32.0, two cores of an AMD EPYC with
+AVX-512).
 """
 
 import torch

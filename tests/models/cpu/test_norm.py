@@ -1,13 +1,11 @@
-"""Norm, rotation and SwiGLU with backward passes of their own, against what autograd makes of
-torchtitan's."""
+"""The norm with a backward pass of its own, against autograd of torch's."""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torchtitan.models.common import CosSinRoPE
 from torchtitan.models.common.nn_modules import RMSNorm
 
-from torchtitan_rl.models.cpu.fused import FusedRMSNorm, FusedRoPE, rms_norm, swiglu
+from torchtitan_rl.models.cpu.norm import FusedRMSNorm, rms_norm
 
 
 def drawn(*shape, dtype=torch.float64):
@@ -52,31 +50,8 @@ def test_the_norm_of_nothing_is_nothing():
     assert torch.isfinite(x.grad).all()
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
-def test_swiglu(dtype, tolerance):
-    gate, up = 3 * drawn(2, 9, 12, dtype=dtype), drawn(2, 9, 13, dtype=dtype)[..., :12]
-    compare(swiglu, lambda g, u: F.silu(g) * u, gate, up, tolerance=tolerance)
-
-
 def test_the_norm_of_half_precision_is_torchtitans():
     config = {"normalized_shape": 16, "eps": 1e-5}
     ours = FusedRMSNorm(FusedRMSNorm.Config(**config)).bfloat16()
     theirs = RMSNorm(RMSNorm.Config(**config)).bfloat16()
     compare(ours, theirs, drawn(3, 16, dtype=torch.bfloat16), tolerance=0)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 0)], ids=str
-)
-def test_the_rotation(dtype, tolerance):
-    query, key = drawn(1, 6, 4, 8, dtype=dtype), drawn(1, 6, 2, 8, dtype=dtype)
-    angles = torch.outer(torch.tensor([0.0, 1, 2, 0, 1, 5]), torch.tensor([1.0, 0.3, 0.1, 0.01]))
-    angles = torch.cat([angles, angles], -1)[None, :, None]
-    cache = torch.cat([angles.cos(), angles.sin()], -1)
-    compare(
-        lambda q, k: FusedRoPE.apply_rotary_emb(q, k, cache),
-        lambda q, k: CosSinRoPE.apply_rotary_emb(q, k, cache),
-        query,
-        key,
-        tolerance=tolerance,
-    )
