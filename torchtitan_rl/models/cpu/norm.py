@@ -46,9 +46,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        # vector_norm makes no copy of x², as pow would
-        scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        scale = scale.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        # vecdot makes no copy of x², as pow would, and is its sum to the bit. vector_norm is not: a
+        # root and a square more round the scale, an error that all elements of a row share.
+        scale = torch.linalg.vecdot(x, x).unsqueeze(-1).div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
         return (x * scale).mul_(weight)
 
