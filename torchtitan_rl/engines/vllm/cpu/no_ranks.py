@@ -27,4 +27,4 @@ def gather_logprobs(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> L
 
 def apply() -> None:
     """Have vLLM's sampler leave ranks out."""
-    Sampler.gather_logprobs = staticmethod(gather_logprobs)  # type: ignore[method-assign]
+    Sampler.gather_logprobs = staticmethod(gather_logprobs)
