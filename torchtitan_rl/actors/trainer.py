@@ -31,6 +31,7 @@ from torchtitan_rl.config.loss import LossConfig
 from torchtitan_rl.config.trainer import TrainerConfig
 from torchtitan_rl.core.metrics import Mean, Metrics, Same, by_task, merge_metrics
 from torchtitan_rl.observability.token_export import TokenExport
+from torchtitan_rl.platform import RELEASE_EVERY, release_freed_memory
 from torchtitan_rl.weight_sync.handle import Shard, Transport, WeightHandle
 from torchtitan_rl.weight_sync.snapshot import Publisher
 from torchtitan_rl.weight_sync.transport import make_publisher, wants_checksums
@@ -150,6 +151,8 @@ class Trainer(Actor):
         metrics = merge_metrics([self._update(grid) for grid in grids])
         self.lr_schedulers.step()
         self.state.policy_version += 1
+        if self.state.policy_version % RELEASE_EVERY == 0:
+            release_freed_memory()
         if self.tokens:
             self.tokens.write(step)
         metrics["train/learning_rate"] = Same(learning_rate)

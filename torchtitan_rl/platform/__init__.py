@@ -79,12 +79,12 @@ def worker_env(
     }
     if device_type() == "cpu" and role in ("trainer", "generator", "reference"):
         env |= _for_computing()
-        if role != "generator":
-            # Rows of a new length need new programs of oneDNN. Two caches, oneDNN's and torch's,
-            # keep 1024 of them each, which leave holes all over the heap. Within a step about 20
-            # are used, by every layer; those of steps before are hardly ever used again.
-            env["LRU_CACHE_CAPACITY"] = "32"
-            env["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "32"
+        # Rows of a new length, or batches of a new size, need new programs of oneDNN. Two caches,
+        # oneDNN's and torch's, keep 1024 of them each, which leave holes all over the heap. A step
+        # of the trainer uses about 20, in every layer, and those of steps before hardly ever again;
+        # a generator needs the same few sizes in every step.
+        env["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "256" if role == "generator" else "32"
+        env["LRU_CACHE_CAPACITY"] = "32"
     if gpus is not None and device_type() == "cuda":
         env["CUDA_VISIBLE_DEVICES"] = ",".join(_visible_gpus()[i] for i in gpus)
     if role == "generator":
@@ -113,6 +113,11 @@ def _for_computing() -> dict[str, str]:
         # operation. Without, SmolLM2's decoding took a sixth longer.
         "GOMP_SPINCOUNT": "30000",
     }
+
+
+RELEASE_EVERY = 20
+"""Policy versions after which trainer and generators give freed memory back: lengths that differ
+from step to step leave holes in the heap. To fault pages in again takes a tenth of a second."""
 
 
 def release_freed_memory() -> None:

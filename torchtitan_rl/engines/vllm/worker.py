@@ -13,7 +13,7 @@ from vllm.config import set_current_vllm_config
 from torchtitan_rl.engines.vllm import cpu, required
 from torchtitan_rl.engines.vllm.named_files import unlink_rendezvous, unlink_shared_memory_early
 from torchtitan_rl.engines.vllm.routing_recorder import RoutingRecorder
-from torchtitan_rl.platform import release_freed_memory
+from torchtitan_rl.platform import RELEASE_EVERY, release_freed_memory
 from torchtitan_rl.weight_sync.handle import WeightHandle
 from torchtitan_rl.weight_sync.reading import OpenSnapshot, open_snapshot
 
@@ -65,9 +65,9 @@ class WorkerExtension:
                 self._reload(self.staged, names)
         self.served = handle
         self.drop_staged()
-        # Packed matrices do not fit where the ones before them were. A small model's may stay: to
-        # fault pages in again takes as long as to load it.
-        if handle.nbytes >= LARGE:
+        # Packed matrices do not fit where the ones before them were. A small model's may stay for a
+        # while: to fault pages in again takes as long as to load it.
+        if handle.nbytes >= LARGE or handle.version % RELEASE_EVERY == 0:
             release_freed_memory()
 
     def _reload(self, snapshot: OpenSnapshot, names: set[str]) -> None:
