@@ -78,9 +78,10 @@ class Run:
 
 def measure(case: str, work: str, without: tuple[str, ...]) -> Run:
     settings = OURS[case] | ({"share_prompts": False} if "shared_prompts" in without else {})
+    switched_off = [name for name in without if name != "shared_prompts"]
     done = subprocess.run(
         [sys.executable, str(HERE / "peer_ours.py"), work, json.dumps(settings)],
-        env=os.environ | {VARIABLE: ",".join(without)},
+        env=os.environ | {VARIABLE: ",".join(switched_off)},
         capture_output=True,
         text=True,
     )

@@ -14,6 +14,8 @@ from bs4 import BeautifulSoup
 
 from tests.pages import PAGES, ROOT
 from torchtitan_rl.config import RunConfig
+from torchtitan_rl.engines.vllm.cpu import CLASS_PATCHES
+from torchtitan_rl.platform.switches import NAMES
 from torchtitan_rl.recipes import registry as recipes
 
 sys.path.append(str(ROOT / "docs" / "_ext"))
@@ -105,6 +107,15 @@ def test_settings_that_pages_name_exist(described):
         named = {re.sub(r"\.(py|json|log)$", "", found) for found in name.findall(text)}
         named = {found.replace(".no_", ".") for found in named}
         assert named - set(described) == set(), page
+
+
+def test_the_optimizations_that_can_be_switched_off_are_those_of_the_code():
+    """Settings of a worker's environment, in capitals, are asked for by no name."""
+    sources = [path.read_text() for path in (ROOT / "torchtitan_rl").rglob("*.py")]
+    asked = re.compile(r'\b(?:enabled|is_active)\("(\w+)"\)')
+    used = {name for text in sources for name in asked.findall(text)} | set(CLASS_PATCHES)
+    assert used == {name for name in NAMES if not name.isupper()}
+    assert [name for name in NAMES if f"`{name}`" not in PAGES["docs/performance.md"]] == []
 
 
 def test_a_field_without_a_docstring_is_refused():

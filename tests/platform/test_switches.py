@@ -2,23 +2,38 @@
 
 import pytest
 
+from torchtitan_rl.cli.train import main as train
 from torchtitan_rl.platform import worker_env
-from torchtitan_rl.platform.switches import VARIABLE, enabled
+from torchtitan_rl.platform.switches import NAMES, VARIABLE, enabled
 
 
 @pytest.mark.parametrize(
-    ("without", "sampler", "garbage"),
-    [(None, True, True), ("", True, True), ("sampler", False, True), ("garbage,a", True, False)],
+    ("without", "norms", "garbage"),
+    [
+        (None, True, True),
+        ("", True, True),
+        ("norms", False, True),
+        ("garbage, norms ,", False, False),
+    ],
 )
-def test_what_the_variable_names_is_off(monkeypatch, without, sampler, garbage):
+def test_what_the_variable_names_is_off(monkeypatch, without, norms, garbage):
     monkeypatch.delenv(VARIABLE, raising=False)
     if without is not None:
         monkeypatch.setenv(VARIABLE, without)
-    assert (enabled("sampler"), enabled("garbage")) == (sampler, garbage)
+    assert (enabled("norms"), enabled("garbage")) == (norms, garbage)
+
+
+def test_an_unknown_name_is_refused_before_a_run_starts(monkeypatch, capsys):
+    monkeypatch.setenv(VARIABLE, "garbage,norm")
+    with pytest.raises(ValueError, match="unknown name 'norm'; did you mean 'norms'"):
+        enabled("garbage")
+    assert train(["--config", "grpo_sum_digits_tiny"]) == 2
+    assert "did you mean 'norms'" in capsys.readouterr().err
 
 
 def test_a_setting_of_a_workers_environment_can_be_left_out(monkeypatch):
     everything = worker_env(1, role="trainer")
+    assert {name for name in NAMES if name.isupper()} <= everything.keys()
     monkeypatch.setenv(VARIABLE, "GOMP_SPINCOUNT")
     assert everything.items() - worker_env(1, role="trainer").items() == {
         ("GOMP_SPINCOUNT", everything["GOMP_SPINCOUNT"])

@@ -20,6 +20,7 @@ from torchtitan_rl.cli.recipes import print_recipes
 from torchtitan_rl.config import RunConfig
 from torchtitan_rl.config.renames import renamed_flag
 from torchtitan_rl.core.errors import TorchtitanRLError
+from torchtitan_rl.platform.switches import switched_off
 from torchtitan_rl.recipes import registry
 
 PROGRAM = "torchtitan-rl train"
@@ -38,6 +39,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = PROGRAM) -> int:
     logging.getLogger().setLevel(logging.ERROR)
     try:
         config = parse(arguments, prog=prog)
+        switched_off()  # modules read it as they are imported, too late for a plain message
     except ValueError as error:
         from rich.markup import escape
 
