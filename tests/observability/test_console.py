@@ -132,9 +132,29 @@ def test_the_summary_says_where_everything_is(tmp_path, capsys, monkeypatch):
     printed = summary(tmp_path, [{"step": 0, "eval/accuracy": 0.4}], capsys)
     for what in ("metrics.jsonl", *folders):
         assert f" my-run/{what}\n" in printed
-    assert "python -m torchtitan_rl.view my-run\n" in printed
     bare = summary(tmp_path / "bare", [{"step": 0, "eval/accuracy": 0.4}], capsys)
     assert "rollouts" not in bare
+
+
+@pytest.mark.parametrize(
+    ("installed", "activated", "command"),
+    [
+        (False, False, "bin/python -m torchtitan_rl.view my-run"),
+        (True, False, "bin/torchtitan-rl view my-run"),
+        (True, True, "torchtitan-rl view my-run"),
+    ],
+)
+def test_the_summary_says_how_to_look_at_the_run(
+    tmp_path, capsys, monkeypatch, installed, activated, command
+):
+    monkeypatch.chdir(tmp_path)
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    if installed:
+        (programs / "torchtitan-rl").touch(mode=0o755)
+    monkeypatch.setattr("sys.executable", str(programs / "python"))
+    monkeypatch.setenv("PATH", str(programs) if activated else "")
+    assert f"look at it   {command}\n" in summary(tmp_path, [], capsys)
 
 
 def test_a_step_line_tells_of_tool_calls_that_failed():

@@ -1,9 +1,11 @@
 """Console output of a run: a progress bar, one line per step, a table at the end."""
 
 import os
+import shutil
 import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -141,8 +143,18 @@ def print_summary(folder: RunFolder) -> None:
         if not path.exists():
             continue
         console.print(f"{what:<12} {folder.relative}/{path.name}", markup=False)
-    python = os.path.relpath(sys.executable)
-    console.print(f"look at it   {python} -m torchtitan_rl.view {folder.relative}", markup=False)
+    console.print(f"look at it   {_view_command()} {folder.relative}", markup=False)
+
+
+def _view_command() -> str:
+    """The command that shows a run: the script, where it is installed beside this Python; with its
+    path, unless the shell finds it without."""
+    script = Path(sys.executable).with_name("torchtitan-rl")
+    if shutil.which(script.name) == str(script):
+        return f"{script.name} view"
+    if script.is_file():
+        return f"{os.path.relpath(script)} view"
+    return f"{os.path.relpath(sys.executable)} -m torchtitan_rl.view"
 
 
 def _print_evaluations(
