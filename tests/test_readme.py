@@ -104,9 +104,9 @@ def test_the_task_with_a_tool_can_be_played(tmp_path, monkeypatch):
 
 
 def test_the_column_is_declared():
-    exec(block("margins.py"), {})
-    margin = COLUMNS.pop("margin")
-    assert (margin.made_by, margin.covers) == ("generator", "completion")
+    exec(block("surprises.py"), {})
+    surprise = COLUMNS.pop("surprise")
+    assert (surprise.made_by, surprise.covers) == ("generator", "completion")
 
 
 def test_the_mixture_can_be_made(monkeypatch):

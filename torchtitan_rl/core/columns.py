@@ -7,7 +7,7 @@ of padding treat them as declared. Nobody lists columns by hand.
 
 A generator of one's own adds a column in two places:
 
-    declare(Column("surprise", "float32", math.nan, covers="completion", made_by="generator"))
+    declare(Column("surprise", "float32", math.nan, covers="completion"))
     ...
     Completion(..., surprise=[0.5, 2.0])
 """
