@@ -115,7 +115,7 @@ def _for_computing() -> dict[str, str]:
     }
 
 
-RELEASE_EVERY = 20
+RELEASE_EVERY = 10
 """Policy versions after which trainer and generators give freed memory back: lengths that differ
 from step to step leave holes in the heap. To fault pages in again takes a tenth of a second."""
 
