@@ -25,23 +25,26 @@ def test_every_package_that_imports_one_prepares_it_first():
                 importing.add(path.relative_to(PACKAGE).parts[0])
     assert {"actors", "models", "supervision", "weight_sync"} <= importing
     for package in importing - ENTRIES:
-        source = (PACKAGE / package / "__init__.py").read_text()
-        prepared = "\nprepare()\n" in source
-        above = package in ("run",)  # which cannot be imported without those below it
-        assert prepared or above, package
+        assert "\nprepare()\n" in (PACKAGE / package / "__init__.py").read_text(), package
 
 
 @pytest.mark.parametrize(
-    "module", ["actors.trainer", "models.spec", "supervision.spawn", "run.controller"]
+    "module", ["actors.trainer", "models.spec", "supervision.spawn", "run.controller", "run.launch"]
 )
 def test_torchtitan_is_adapted_and_monarch_set_up_whatever_comes_first(module):
     code = f"""
-import os
+import importlib.abc, os, sys
+
+class Watch(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == "monarch":  # which reads its settings now
+            assert os.environ["HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY"] == "1s"
+
+sys.meta_path.insert(0, Watch())
 import torchtitan_rl.{module}
 from torchtitan.tools.utils import device_type
 from torchtitan_rl.platform import device_type as ours
 assert device_type == ours(), device_type
-assert os.environ["HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY"] == "1s"
 """
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -1,1 +1,5 @@
-"""The controller and what it needs: actors of a run, warm start, recipes."""
+"""The controller and what it needs: the actors of a run, checks, warm start, launch."""
+
+from torchtitan_rl.platform.third_party import prepare
+
+prepare()
