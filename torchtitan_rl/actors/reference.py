@@ -26,7 +26,7 @@ class Reference(Actor):
     @endpoint
     async def setup(self) -> None:
         """Build the model and load its weights."""
-        # Heavy, and only needed here: the controller imports this module for its Config.
+        # Heavy, and only needed here: the controller imports this module for the class.
         from torchtitan_rl.models.checkpoint import load_hf
         from torchtitan_rl.models.rank import ModelRank
 

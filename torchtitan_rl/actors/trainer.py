@@ -93,7 +93,7 @@ class Trainer(Actor):
         """Build everything and load weights: the latest checkpoint if `resume` and there is one,
         else the HF folder."""
         config = self.config
-        # Heavy, and only needed here: the controller imports this module for its Config.
+        # Heavy, and only needed here: the controller imports this module for the class.
         from torchtitan_rl.models.checkpoint import Checkpoints, TrainState
         from torchtitan_rl.models.rank import ModelRank
         from torchtitan_rl.models.shards import LocalWeights

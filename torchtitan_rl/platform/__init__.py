@@ -143,8 +143,9 @@ def check_gpus(needed: int) -> None:
     if device_type() == "cuda" and torch.cuda.device_count() < needed:
         raise ValueError(
             f"the actors' parallelism needs {needed} GPUs; this machine has "
-            f"{torch.cuda.device_count()}: lower trainer.parallelism, reference.parallelism or "
-            "generator.tensor_parallel_degree, or run on the CPU (make train PLATFORM=cpu)"
+            f"{torch.cuda.device_count()}: lower trainer.parallelism, generator.replicas, "
+            "generator.tensor_parallel_degree or trainer.reference.parallelism, or run on the CPU "
+            "(make train PLATFORM=cpu)"
         )
 
 

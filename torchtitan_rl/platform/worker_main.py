@@ -1,7 +1,8 @@
-"""Entry point of every worker process: Monarch's own, deaf to Ctrl-C and quiet on the console.
+"""Entry point of every worker process: Monarch's own, without Ctrl-C and quiet on the console.
 
-The terminal sends SIGINT to all processes of a run at once. Only the controller may act on it: it
-saves a checkpoint through the very workers that would otherwise be dead already.
+Only the controller may act on SIGINT: it saves a checkpoint through the very workers that would
+otherwise be dead already. The terminal sends it to none of them, as each is in a group of its own;
+it is ignored for whoever sends it to all processes of a run, and until the group is made.
 """
 
 import multiprocessing

@@ -29,8 +29,8 @@ def unnamed_locks() -> Iterator[None]:
     """While open, locks that vLLM and tqdm make have no name in /dev/shm, where they would stay
     when this process is killed.
 
-    Monarch's workers start processes by `spawn`, which needs the names; these locks are for
-    processes that vLLM starts in its own way, if at all.
+    Our workers start processes by `forkserver` (platform/worker_main.py), which needs the names;
+    these locks are for processes that vLLM starts in its own way, if at all.
     """
     method = multiprocessing.get_start_method()
     multiprocessing.set_start_method("fork", force=True)
@@ -47,10 +47,10 @@ def repack_experts(model: torch.nn.Module, names: set[str]) -> None:
     vLLM packs experts only for a kernel that it has just made, and a reload keeps the kernel. A GPU
     needs no packing, and its CUDA graphs hold on to the kernel.
     """
-    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-
     if device_type() != "cpu":
         return
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
     reloaded = {name.partition(".experts.")[0] for name in names}
     for name, module in model.named_modules():
         if isinstance(module, RoutedExperts) and name.partition(".experts")[0] in reloaded:

@@ -1,7 +1,8 @@
 """vLLM's worker, extended: it pulls published weights, and records the experts it chose.
 
-Runs inside vLLM's own process(es). Only `engine.py`, `required.py`, `routing_recorder.py`, the
-modules under `cpu` and this one touch vLLM's insides; they are for vLLM 0.32.
+Runs inside vLLM's own process(es). Only `engine.py`, `required.py`, `named_files.py`,
+`routing_recorder.py`, the modules under `cpu` and this one touch vLLM's insides; they are for vLLM
+0.32.
 """
 
 from typing import TYPE_CHECKING
