@@ -42,6 +42,7 @@ import torch
 from common import note, report
 from peer_work import WARM_UP, Work, endless, speedups, step_flops
 
+from torchtitan_rl.config.models import SMOLLM2_FOLDER
 from torchtitan_rl.models.makers import smollm2
 from torchtitan_rl.models.makers.tiny import write_tiny_model
 from torchtitan_rl.platform import worker_env
@@ -248,8 +249,8 @@ def compare(case: str, model: Path, python: Path, folder: Path) -> None:
 def real_model() -> Path:
     """That of `make model`, which is made if it is not there."""
     if smollm2.main([]):
-        raise PeerError(f"{smollm2.FOLDER} cannot be made")
-    return Path(smollm2.FOLDER)
+        raise PeerError(f"{SMOLLM2_FOLDER} cannot be made")
+    return Path(SMOLLM2_FOLDER)
 
 
 def main(cases: list[str]) -> int:

@@ -8,8 +8,8 @@ from monarch.actor import Actor, concurrent_endpoint
 
 from torchtitan_rl.config import SamplingConfig
 from torchtitan_rl.config.generator import GeneratorConfig
-from torchtitan_rl.core.types import Completion
-from torchtitan_rl.engines.vllm.engine import Engine, Prompt
+from torchtitan_rl.core.types import Completion, Prompt
+from torchtitan_rl.engines.vllm.engine import Engine
 from torchtitan_rl.weight_sync.handle import WeightHandle
 
 

@@ -20,7 +20,14 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from torchtitan_rl.config.sampling import SamplingConfig
 from torchtitan_rl.core.errors import TorchtitanRLError
-from torchtitan_rl.core.types import Completion, Message, Outcome, Rollout, ScoredCompletion
+from torchtitan_rl.core.types import (
+    Completion,
+    Message,
+    Outcome,
+    Prompt,
+    Rollout,
+    ScoredCompletion,
+)
 from torchtitan_rl.tasks.task import Reward
 from torchtitan_rl.tasks.tools.tool import ToolCall
 
@@ -30,9 +37,6 @@ if TYPE_CHECKING:  # the grader's process has no torch
     from torchtitan_rl.batching.grid import Grid
     from torchtitan_rl.core.metrics import Metrics
     from torchtitan_rl.weight_sync.handle import Transport, WeightHandle
-
-Prompt = str | list[int]
-"""Text, or the ids of its tokens."""
 
 # ---- generators --------------------------------------------------------------------------------
 

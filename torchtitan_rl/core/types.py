@@ -17,6 +17,9 @@ _UNSET: Any = object()
 Message = dict[str, Any]
 """A chat message in OpenAI's form: `role`, `content`, and `tool_calls` or a tool's `name`."""
 
+Prompt = str | list[int]
+"""Text, or the ids of its tokens."""
+
 FinishReason = Literal["stop", "length", "abort"]
 Outcome = Literal["ok", "malformed", "unknown", "raised", "timed_out"]
 """Outcome of a tool call: `malformed` in its form or its arguments, of an `unknown` tool."""

@@ -15,6 +15,7 @@ from monarch.actor import ActorError
 from rich.markup import escape
 
 from torchtitan_rl.config import RunConfig
+from torchtitan_rl.config.models import SMOLLM2_FOLDER
 from torchtitan_rl.config.resume import fixed_settings
 from torchtitan_rl.core.waiting import Interrupted
 from torchtitan_rl.models.makers import smollm2
@@ -80,7 +81,7 @@ def ensure_small_model(config: RunConfig) -> bool:
     """The model that recipes for a laptop name is made when it is first asked for: by a task that
     can be trained on, or 93 MB would be fetched before a bad line of its file is named. False: it
     could not be made, which has been said."""
-    if Path(config.model) != Path(smollm2.FOLDER):
+    if Path(config.model) != Path(SMOLLM2_FOLDER):
         return True
     for task in config.task.build(seed=config.seed).members().values():
         task.check()

@@ -14,11 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchtitan_rl.view import spans as timeline
+from torchtitan_rl.view import spans
 from torchtitan_rl.view.columns import COLUMNS, columns_of, number, text
 from torchtitan_rl.view.lines import objects
 
-_COLUMNS = ", ".join(f'"{name}"' for name in COLUMNS)
 _SCHEMA = f"""
 CREATE TABLE files (
   id INTEGER PRIMARY KEY, run TEXT, kind TEXT, name TEXT, signature TEXT, broken INTEGER,
@@ -33,7 +32,7 @@ CREATE TABLE exports (
   file INTEGER, line INTEGER, offset INTEGER, length INTEGER, run TEXT, step INTEGER, name TEXT,
   PRIMARY KEY (file, line)) WITHOUT ROWID;
 CREATE INDEX exports_by_name ON exports (run, name);
-{timeline.SCHEMA}
+{spans.SCHEMA}
 """
 FACETS = ("task", "split", "status")
 _FACETS = [(name, 5 + list(COLUMNS).index(name)) for name in FACETS]  # their place in a row
@@ -151,7 +150,7 @@ class Index:
             # After the rollouts: a long timeline must not keep them waiting.
             folder = self._runs[run]
             while True:
-                progress.cursor, more = timeline.update(connection, run, folder, progress.cursor)
+                progress.cursor, more = spans.update(connection, run, folder, progress.cursor)
                 connection.commit()
                 if not more or self._closed.is_set():
                     return

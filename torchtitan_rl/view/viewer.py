@@ -10,7 +10,7 @@ from typing import Any
 
 from torchtitan_rl.core.errors import TorchtitanRLError
 from torchtitan_rl.rollout.record_schema import upgraded
-from torchtitan_rl.view import spans as timeline
+from torchtitan_rl.view import spans
 from torchtitan_rl.view.columns import number, text
 from torchtitan_rl.view.decode import Decoder
 from torchtitan_rl.view.index import Index
@@ -139,7 +139,7 @@ class Viewer:
         self.index.add(run)
         with self.index.connect() as connection:
             start, end = _float(values.get("start")), _float(values.get("end"))
-            return timeline.window(connection, run, start, end)
+            return spans.window(connection, run, start, end)
 
     def _run(self, values: Mapping[str, str]) -> str:
         run = values.get("run", "")

