@@ -273,7 +273,8 @@ async def test_every_rollout_has_an_outcome_of_its_own(renderer, task):
     first, last = made.rollouts[0], made.rollouts[4]
     expected = (Status.FINISHED, "")
     if task is AllOrNone:
-        expected = (Status.FAILED, "another sample of its group failed")
+        reason = "another sample of its group failed: ValueError: no such token"
+        expected = (Status.FAILED, reason)
     assert (first.status, first.failure) == (last.status, last.failure) == expected
     assert first.completions[0].token_versions == [2] * len(first.token_ids)
     assert len(made.ended) + len(made.lost) == 5

@@ -49,7 +49,8 @@ class RolloutGroup:
         none is left."""
         if not (self.lost and self.ended and self.prompt.task.group_scoring):
             return self
-        return self.failed(Status.FAILED, "another sample of its group failed")
+        why = self.lost[0].failure
+        return self.failed(Status.FAILED, f"another sample of its group failed: {why}")
 
     def failed(self, status: Status, reason: str) -> "RolloutGroup":
         """The group with nothing to grade; what came to nothing before keeps its reason."""
