@@ -19,9 +19,12 @@ def unlink_shared_memory_early() -> None:
     when all of them have mapped it. To be called before vLLM sets up its process groups."""
     if device_type() != "cpu":
         return
-    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+    try:
+        from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
-    init = _CPUSHMDistributed._init_cpu_shm
+        init = _CPUSHMDistributed._init_cpu_shm
+    except (ImportError, AttributeError):  # another vLLM: it works, and a killed rank leaves files
+        return
 
     @functools.wraps(init)
     def init_and_unlink(self: _CPUSHMDistributed) -> int:
