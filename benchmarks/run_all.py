@@ -1,6 +1,6 @@
 """Run every benchmark, keep its JSON lines under outputs/benchmarks/, and show a table.
 
-python benchmarks/run_all.py            all but peer_trl, which installs TRL and takes minutes
+python benchmarks/run_all.py            all but peer_trl, which installs TRL, and ablation: an hour
 python benchmarks/run_all.py overhead   those whose name contains a word
 """
 
@@ -19,7 +19,7 @@ NOT_BENCHMARKS = {
     *("run_all.py", "common.py", "bare_engine.py", "weight_movers.py"),
     *("peer_work.py", "peer_ours.py", "peer_theirs.py"),
 }
-ONLY_NAMED = {"peer_trl.py"}
+ONLY_NAMED = {"ablation.py", "peer_trl.py"}
 
 
 def main(words: list[str]) -> int:

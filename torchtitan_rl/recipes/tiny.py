@@ -79,7 +79,7 @@ def echo_calculator_tiny() -> RunConfig:
     echo = EchoConfig(tool=ToolEcho(alpha=0.05))
     return replace(
         config,
-        # All steps: what is left to learn should be the teacher's mistakes, not the form.
+        # All steps: what is left to learn should be the demonstrations' mistakes, not the form.
         warm_start=WarmStartConfig(steps=600, enough_accuracy=1.0, evaluate_every=150),
         task=Mixture.Config(
             tasks=[

@@ -38,7 +38,8 @@ RETRY_ELSEWHERE = FailurePolicy(attempts=3, isolated=True)
 """Repeat the work on any other actor, at once; the third and last attempt is made apart from other
 suspects."""
 ISOLATE = FailurePolicy(attempts=2, isolated=True, exclusive=True)
-"""Run every part of a call that died once more, with nothing beside it: the guilty is certain."""
+"""Run every part of a call that died once more, with nothing beside it: a death then proves which
+part kills."""
 RETRY_THEN_ISOLATE = FailurePolicy(attempts=3, isolated=True, exclusive=True)
 """Repeat the whole call once, for most deaths are accidents; then do as ISOLATE does."""
 
