@@ -19,6 +19,10 @@ class DeadlyRequestError(TorchtitanRLError, RuntimeError):
     """Environment after environment died over a request."""
 
 
+MOST_DEATHS_IN_A_ROW = 64
+"""Environments that may die with no request answered in between, before the run ends."""
+
+
 class Environments:
     """One environment at a time, and as many one after the other as it takes.
 
@@ -32,7 +36,12 @@ class Environments:
         self, spawn: Spawn, *, deadline_seconds: float = 1800.0, timeline: Timeline | None = None
     ) -> None:
         self.pool = ActorPool(
-            "environment", spawn, deadline_seconds=deadline_seconds, timeline=timeline
+            "environment",
+            spawn,
+            deadline_seconds=deadline_seconds,
+            # Each of a group's samples may make the same deadly call, and each is met alone.
+            most_deaths_in_a_row=MOST_DEATHS_IN_A_ROW,
+            timeline=timeline,
         )
         self._dispatcher = Dispatcher(
             self.pool, RETRY_THEN_ISOLATE, what="respond", call=_respond, blame=_blame

@@ -187,6 +187,9 @@ async def _generate(actor: Any, prompts: list[SamePrompt]) -> list[list[Completi
             f"the generator returned {len(completions)} completions for {len(requests)} prompts "
             "with one sample each"
         )
+    for made in completions:
+        if not isinstance(made, Completion):
+            raise TypeError(f"the generator returned {made!r}; expected a Completion")
     made = iter(completions)
     return [[next(made) for _ in prompt.requests] for prompt in prompts]
 
