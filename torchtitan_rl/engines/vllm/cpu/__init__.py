@@ -1,7 +1,7 @@
 """Patches that make vLLM faster on a CPU: one file each, and all of them can be left out.
 
-Each file's header says what its patch gains, measured by benchmarks/ablation.py: the time of a
-whole step without it / with it - 1. They reach into one version of vLLM; with any other none is
+Each file's header says what its patch gains: the time of a whole step without it / with it - 1, as
+measured for docs/performance.md. They reach into one version of vLLM; with any other none is
 applied, and vLLM works as it comes. `TORCHTITAN_RL_WITHOUT` switches single ones off.
 """
 
