@@ -110,7 +110,7 @@ def rolled_out(*rollouts, **prompt):
 
 
 async def test_a_sample_and_a_reward_that_failed_say_why(tmp_path):
-    """Of the first group a sample, of the second the reward: both are lost, and nothing else."""
+    """A sample of the first group and the rewards of the second are lost, and nothing else."""
     empty = a_rollout(ONE_TURN, sample=1).failed(Status.EMPTY, "nothing was sampled")
     groups = [rolled_out(ONE_TURN, empty), rolled_out(ONE_TURN, ONE_TURN, number=1)]
 

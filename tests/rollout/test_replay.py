@@ -119,7 +119,7 @@ def test_a_replay_needs_no_generator_and_says_so():
 
 
 def change(line, **changes):
-    """Of line 2 of the first step, or what it becomes."""
+    """What is changed in line 2 of the first step's file, or what the line becomes."""
 
     def edit(folder):
         file = folder / "rollouts" / "step-000000.jsonl"
