@@ -4,14 +4,14 @@
     python benchmarks/ablation.py 135M no_ranks norms  one model, some of them
 
 The work is that of peer_trl.py: 8 prompts of 8 samples per step, 32 new tokens each, sampled,
-trained on and synchronized. Each run is a new Controller with new processes, of which one
+trained on and synchronized. Each run is a new Controller with new processes, in which one
 optimization is switched off by TORCHTITAN_RL_WITHOUT (shared prompts: by their setting). Runs with
 everything on come before, between and after them; a run is compared with the two nearest of those,
 so that a machine that slows down meanwhile favours neither. `gain` is the step time without / with
-- 1; `noise` is the spread of runs with everything on, compared in the same way.
+- 1; `noise` is the mean of the same figure, without its sign, for the runs with everything on.
 
-In no process is more than one optimization off. But the generator and the trainer take turns within
-a step, so that a run can be without one of each: each is charged with its own part of the step.
+An optimization concerns the generator, the trainer or both, which take turns within a step. Only
+the part of the step that it concerns is compared, because the other part would only add noise.
 """
 
 import json
@@ -21,7 +21,6 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
-from itertools import chain, zip_longest
 from pathlib import Path
 
 from common import note, report
@@ -63,9 +62,9 @@ PROCESS = (
 
 @dataclass(frozen=True)
 class Run:
-    """One run: what was off in it, and the seconds of its steps."""
+    """One run: what was off in it ("" for nothing), and the seconds of its steps."""
 
-    without: tuple[str, ...]
+    without: str
     step: float
     train: float
 
@@ -76,16 +75,16 @@ class Run:
         return self.step - self.train if name in ENGINE else self.step
 
 
-def measure(case: str, work: str, without: tuple[str, ...]) -> Run:
-    settings = OURS[case] | ({"share_prompts": False} if "shared_prompts" in without else {})
-    switched_off = [name for name in without if name != "shared_prompts"]
+def measure(case: str, work: str, without: str) -> Run:
+    setting = without == "shared_prompts"
+    settings = OURS[case] | ({"share_prompts": False} if setting else {})
     done = subprocess.run(
         [sys.executable, str(HERE / "peer_ours.py"), work, json.dumps(settings)],
-        env=os.environ | {VARIABLE: ",".join(switched_off)},
+        env=os.environ | {VARIABLE: "" if setting else without},
         capture_output=True,
         text=True,
     )
-    said = ", ".join(without) or "nothing"
+    said = without or "nothing"
     if done.returncode:
         note(done.stderr[-3000:])
         raise SystemExit(f"the run without {said} failed")
@@ -100,14 +99,14 @@ def undisturbed(seconds: list[float]) -> float:
     return statistics.quantiles(seconds[WARM_UP:], n=4, method="inclusive")[0]
 
 
-def schedule(names: list[str]) -> list[tuple[str, ...]]:
-    """What is off in each run, in order: () is a run with everything on."""
-    pairs = zip_longest(*([n for n in names if n in side] for side in (ENGINE, TRAINER)))
-    runs = [tuple(filter(None, pair)) for pair in pairs]
-    runs += [(name,) for name in names if name in PROCESS]
-    every = BASELINE_EVERY
-    pieces = [[(), *runs[i : i + every]] for i in range(0, len(runs), every)]
-    return [*chain(*pieces), ()]
+def schedule(names: list[str]) -> list[str]:
+    """What is off in each run, in order; "" is a run with everything on."""
+    runs = [""]
+    for done, name in enumerate(names, start=1):
+        runs.append(name)
+        if done % BASELINE_EVERY == 0 or done == len(names):
+            runs.append("")
+    return runs
 
 
 def gain(runs: list[Run], index: int, name: str) -> float:
@@ -124,8 +123,9 @@ def ablate(case: str, model: Path, names: list[str], folder: Path) -> None:
     file = str(work.save(folder / f"{case}.json"))
     runs = [measure(case, file, without) for without in schedule(names)]
     for index, run in enumerate(runs):
-        for name in run.without:
-            report("ablation", "gain", f"{case}, {name}", round(gain(runs, index, name), 4))
+        if run.without:
+            value = round(gain(runs, index, run.without), 4)
+            report("ablation", "gain", f"{case}, {run.without}", value)
     usual = [run for run in runs if not run.without]
     report("ablation", "seconds_per_step", case, round(statistics.median(r.step for r in usual), 4))
     inner = [i for i, run in enumerate(runs) if not run.without][1:-1]
