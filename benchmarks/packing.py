@@ -205,7 +205,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     env = worker_env(0, role="trainer")
-    if os.environ.get("OMP_WAIT_POLICY") != env["OMP_WAIT_POLICY"]:
+    if any(os.environ.get(name) != value for name, value in env.items()):
         # A process whose allocator and threads are set up as a trainer's; both are read once.
         os.execve(sys.executable, [sys.executable, __file__], {**os.environ, **env})
     main()

@@ -61,15 +61,12 @@ def worker_env(
     """Environment of one worker process. `threads` = 0 means all cores of this machine; `gpus` are
     those its mesh may see, None for all.
 
-    Thread counts are set before the process starts, because OpenMP reads them once. Idle OpenMP
-    threads must sleep, not spin: in a synchronous run the trainer's threads would otherwise steal
-    the cores from the generator and the other way round.
+    Thread counts are set before the process starts, because OpenMP reads them once.
     """
     threads = threads or os.cpu_count() or 1
     env = {
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
-        "OMP_WAIT_POLICY": "PASSIVE",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         # Looking for GPUs must not start CUDA in a process that may fork workers.
@@ -109,8 +106,9 @@ def _for_computing() -> dict[str, str]:
         # The heaps that glibc gives to threads hold 64 MB at most, whatever the two above say; and
         # trainer and engine compute on threads of their own.
         "MALLOC_ARENA_MAX": "1",
-        # Idle threads sleep, but only after a millisecond: to be woken takes as long as many an
-        # operation. Without, SmolLM2's decoding took a sixth longer.
+        # Idle threads of OpenMP sleep, so that trainer and generator leave the cores to each other
+        # when they take turns; but only after a millisecond: to be woken takes as long as many an
+        # operation.
         "GOMP_SPINCOUNT": "30000",
     }
 

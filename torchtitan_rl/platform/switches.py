@@ -13,7 +13,7 @@ VARIABLE = "TORCHTITAN_RL_WITHOUT"
 
 NAMES = (
     # engines/vllm/cpu
-    *("norms", "no_ranks", "prompt_sharing", "direct_load", "flat_layers"),
+    *("norms", "no_ranks", "prompt_sharing", "direct_load"),
     # models/cpu, then models/logprobs.py and models/rank.py
     *("packed_attention", "fused_norm", "accumulating_linear", "onednn_products"),
     *("kept_logits", "last_token"),
@@ -21,7 +21,7 @@ NAMES = (
     *("garbage", "release_freed_memory"),
     # the environment of workers: `platform.worker_env`
     *("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_ARENA_MAX", "GOMP_SPINCOUNT"),
-    *("OMP_WAIT_POLICY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"),
+    *("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"),
     "MONARCH_RDMA_TCP_FALLBACK_PARALLELISM",
 )
 """All optimizations that can be switched off, by the file they are in."""

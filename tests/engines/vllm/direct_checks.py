@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 
 from tests.support import small_engine
 from torchtitan_rl.config import SamplingConfig
-from torchtitan_rl.engines.vllm.cpu.flat_layers import flatten_layers
 from torchtitan_rl.engines.vllm.engine import Engine
 from torchtitan_rl.platform.switches import VARIABLE
 from torchtitan_rl.weight_sync.handle import Shard, merge_handles, whole_tensors
@@ -117,19 +116,6 @@ async def check_versions(served, folder):
     del os.environ[VARIABLE]
 
 
-async def check_layers(served, folder):
-    """Layers as one function each, where they have no bias, compute what vLLM's own do."""
-    model = served.worker.model_runner.get_model()
-    flat = [layer for layer in model.model.layers if "forward" in vars(layer)]
-    assert len(flat) == (0 if "biased" in folder else len(model.model.layers))
-    made = await served.sample()
-    for layer in flat:
-        del layer.forward
-    served.engine._engine.reset_prefix_cache()
-    assert await served.sample() == made
-    flatten_layers(model)
-
-
 async def check_parts(served, folder):
     """Tensors that two ranks have halves of."""
     served.forget()
@@ -189,7 +175,6 @@ def check_a_second_engine(folder):
 async def main(folders):
     for folder in folders:
         served = Served(folder)
-        await check_layers(served, folder)
         await check_versions(served, folder)
         if folder == folders[-1]:  # it is the same for all
             await check_parts(served, folder)

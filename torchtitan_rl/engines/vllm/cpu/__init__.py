@@ -18,7 +18,7 @@ WRITTEN_FOR = "0.32.0"
 """The version of vLLM whose insides the patches know."""
 CLASS_PATCHES = ("norms", "no_ranks")
 """Modules here whose `apply` changes classes of vLLM, in this order. The others:
-`prompt_sharing` (an engine argument), `flat_layers` (the built model), `direct_load` (new weights).
+`prompt_sharing` (an engine argument) and `direct_load` (new weights).
 """
 
 _log = logging.getLogger(__name__)
@@ -40,14 +40,6 @@ def engine_options(config: EngineConfig) -> dict[str, Any]:
     from torchtitan_rl.engines.vllm.cpu.prompt_sharing import share_prompts
 
     return {"kv_transfer_config": share_prompts()}
-
-
-def adapt_model(engine: Any, tensor_parallel: int) -> None:
-    """Change the model that an engine has built."""
-    if tensor_parallel == 1 and is_active("flat_layers"):
-        from torchtitan_rl.engines.vllm.cpu.flat_layers import flatten_layers
-
-        engine.apply_model(flatten_layers)
 
 
 def is_active(name: str) -> bool:
