@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from tests.tasks.tricky_tools import Secret, Several, Tricky, ended, until
+from tests.tasks.tools.tricky_tools import Secret, Several, Tricky, ended, until
 from torchtitan_rl.actors.environment import Environment
 from torchtitan_rl.actors.interfaces import EnvironmentRequest, EnvironmentResponse
 from torchtitan_rl.supervision.spawn import spawn_environment

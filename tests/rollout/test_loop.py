@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.tasks.tricky_tools import Plain, Tricky
+from tests.tasks.tools.tricky_tools import Plain, Tricky
 from torchtitan_rl.actors.environment import Environment
 from torchtitan_rl.actors.interfaces import EnvironmentResponse, SampleFailure
 from torchtitan_rl.config import RolloutConfig, SamplingConfig

@@ -8,7 +8,7 @@ import pytest
 
 from tests.low_tokens import Talkative
 from tests.support import low_tokens, small_engine
-from tests.tasks.tricky_tools import Several
+from tests.tasks.tools.tricky_tools import Several
 from torchtitan_rl.actors.interfaces import EnvironmentRequest
 from torchtitan_rl.config import (
     EnvironmentConfig,

@@ -10,7 +10,7 @@ import psutil
 
 from tests.supervision.actors import Sharer
 from tests.support import small_engine
-from tests.tasks.tricky_tools import ended
+from tests.tasks.tools.tricky_tools import ended
 from torchtitan_rl.config import GeneratorConfig
 from torchtitan_rl.config.sampling import SamplingConfig
 from torchtitan_rl.supervision.processes import started_by

@@ -6,7 +6,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.tasks.tricky_tools import Tricky, ended, until
+from tests.tasks.tools.tricky_tools import Tricky, ended, until
 from torchtitan_rl.tasks.tools.calls import MOST_TRACEBACKS, Call
 from torchtitan_rl.tasks.tools.workers import ProcessEndedError, Workers
 
