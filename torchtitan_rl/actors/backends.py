@@ -18,6 +18,20 @@ TRAINERS = {
 }
 """Import paths of the built-in trainers."""
 
+GENERATOR_ARGUMENTS = ("model", "seed")
+"""Keyword arguments that a run itself gives to a generator's class."""
+TRAINER_ARGUMENTS = (
+    *GENERATOR_ARGUMENTS,
+    *("steps", "checkpoint_folder", "tokens_folder", "weights_folder", "keep"),
+)
+"""Keyword arguments that a run itself gives to a trainer's class."""
+SPAWN_ARGUMENTS = (
+    *("actor_class", "env", "processes", "distributed", "log_file"),
+    *("self", "name", "Class", "pm"),
+)
+"""Arguments of `supervision.processes.spawn`, then of Monarch's: no keyword argument of these names
+reaches an actor's class."""
+
 
 def generator_class(config: GeneratorConfig) -> type[Any]:
     """The actor class that `generator.backend` names.
@@ -37,18 +51,35 @@ def trainer_class(config: TrainerConfig) -> type[Any]:
 def check_backends(generator: GeneratorConfig, trainer: TrainerConfig) -> None:
     """Refuse backends of the user's own that cannot be imported, lack an endpoint, or cannot be
     constructed with their keyword arguments, before any process starts."""
-    runtime = dict.fromkeys(("model", "seed"), None)
     if generator.backend not in GENERATORS:
-        kwargs, cls = {**runtime, **generator.kwargs}, generator_class(generator)
-        check_contract(cls, GeneratorProtocol, what=f"generator.backend {generator.backend!r}")
-        check_arguments(generator.backend, cls, kwargs, what="generator.backend")
-    runtime |= dict.fromkeys(
-        ("steps", "checkpoint_folder", "tokens_folder", "weights_folder", "keep"), None
-    )
+        cls, what = generator_class(generator), f"generator.backend {generator.backend!r}"
+        check_contract(cls, GeneratorProtocol, what=what)
+        _check_kwargs("generator", generator, cls, GENERATOR_ARGUMENTS)
     if trainer.backend not in TRAINERS:
-        kwargs, cls = {**runtime, **trainer.kwargs}, trainer_class(trainer)
-        check_contract(cls, TrainerProtocol, what=f"trainer.backend {trainer.backend!r}")
-        check_arguments(trainer.backend, cls, kwargs, what="trainer.backend")
+        cls, what = trainer_class(trainer), f"trainer.backend {trainer.backend!r}"
+        check_contract(cls, TrainerProtocol, what=what)
+        _check_kwargs("trainer", trainer, cls, TRAINER_ARGUMENTS)
+
+
+def _check_kwargs(
+    who: str, config: GeneratorConfig | TrainerConfig, cls: type[Any], given: tuple[str, ...]
+) -> None:
+    """Refuse keyword arguments that the class does not take, or that it could never get."""
+    what = f"{who}.backend"
+    for name in config.kwargs:
+        if name in given:
+            raise ValueError(
+                f"{what} {config.backend!r}: {who}.kwargs cannot set {name!r}, which every run "
+                f"gives to its {who}; remove it from {who}.kwargs"
+            )
+        if name in SPAWN_ARGUMENTS:
+            raise ValueError(
+                f"{what} {config.backend!r}: {who}.kwargs cannot set {name!r}, a name that is "
+                f"used to start the process; rename the argument of {cls.__name__}, for instance "
+                f"to 'my_{name}'"
+            )
+    kwargs = {**dict.fromkeys(given, None), **config.kwargs}
+    check_arguments(config.backend, cls, kwargs, what=what)
 
 
 def _backend_class(name: str, paths: dict[str, str], *, what: str) -> type[Any]:
