@@ -33,8 +33,9 @@ async def environments():
     await made.stop()
 
 
-def calls(name, **arguments):
-    return EnvironmentRequest("tricky", [], [ToolCall(name, arguments)], {"calls": 1, "log": []})
+def calls(name, *, seconds=None, **arguments):
+    state = {"calls": 1, "log": []}
+    return EnvironmentRequest("tricky", [], [ToolCall(name, arguments)], state, seconds)
 
 
 def kill(pool):
@@ -42,15 +43,19 @@ def kill(pool):
         process.kill()
 
 
-async def test_a_call_whose_environment_is_killed_is_made_again(environments):
-    slow = asyncio.create_task(environments.respond([calls("wait", then="hang"), calls("count")]))
+async def test_a_call_whose_environment_is_killed_is_made_again_within_its_time(environments):
+    requests = [calls("wait", then="hang"), calls("count"), calls("count", seconds=0.2)]
+    slow = asyncio.create_task(environments.respond(requests))
     while not environments.pool.replicas[0].calls:
         await asyncio.sleep(0)
     await asyncio.sleep(0.2)
     kill(environments.pool)
-    waited, counted = await slow
+    waited, counted, late = await slow
     assert waited.outcomes == ["timed_out"]
     assert counted.state == {"calls": 2, "log": [""]}  # of the request's state: made once
+    assert late.outcomes == ["timed_out"]  # its 0.2 s are not given to it a second time
+    assert late.state == requests[2].state
+    assert "out of time: the conversation may not last" in late.messages[0]["content"]
     assert environments.pool.take_deaths() == 1
 
 

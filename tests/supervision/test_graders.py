@@ -26,7 +26,7 @@ from torchtitan_rl.tasks.task import Reward
 
 
 def ungraded(name: str, expected_answer: Any = None) -> UngradedGroup:
-    completion = Completion(0, 0, [1], "", [2], None, "stop")
+    completion = Completion(0, 0, [1], "", [2])
     return UngradedGroup([completion], expected_answer, name, "deadly")
 
 
@@ -34,8 +34,8 @@ def ungraded(name: str, expected_answer: Any = None) -> UngradedGroup:
 async def graders():
     made = Graders(
         lambda _: spawn_grader(Grader.Config(), Deadly.Config()),
-        most_guilty_in_a_row=2,
-        last_words_seconds=60.0,  # however busy the machine is, Monarch reports how it ended
+        most_deadly_in_a_row=2,
+        exit_report_seconds=60.0,  # however busy the machine is, Monarch reports how it ended
     )
     await made.start()
     yield made
@@ -82,7 +82,7 @@ async def test_a_grader_that_is_killed_from_outside_costs_nothing(graders):
 
 async def test_death_is_noticed_also_if_nobody_says_so(graders, monkeypatch):
     """On a busy machine Monarch may take half a minute to report a death."""
-    graders.pool._last_words = 0.0
+    graders.pool._exit_report_seconds = 0.0
     real = module.call_with_deadline
 
     async def silent_when_dead(what, call, **how):

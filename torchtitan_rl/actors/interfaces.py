@@ -177,7 +177,8 @@ class EnvironmentRequest:
     """Tool calls of the last message; if there are none, the task is asked for an answer."""
     state: dict[str, Any]
     seconds: float | None = None
-    """What is left of the rollout's time, waiting for a turn included; None: no limit."""
+    """What is left of the rollout's time, for all that it takes to respond: waiting for a turn, and
+    calls that are made again because the environment died; None: no limit."""
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from torchtitan_rl.core.waiting import together
 from torchtitan_rl.supervision.pool import ActorPool, Replica, ReplicaDiedError
@@ -36,7 +36,7 @@ RETRY = FailurePolicy(attempts=3)
 """Repeat the call on the successor: for stateless calls that cannot be divided."""
 RETRY_ELSEWHERE = FailurePolicy(attempts=3, isolated=True)
 """Repeat the work on any other actor, at once; the third and last attempt is made apart from other
-suspects."""
+work over which two actors died."""
 ISOLATE = FailurePolicy(attempts=2, isolated=True, exclusive=True)
 """Run every part of a call that died once more, with nothing beside it: a death then proves which
 part kills."""
@@ -57,13 +57,25 @@ class Work(Generic[Payload, Outcome]):
     """Actors that died over it."""
     alone: bool = False
     """Whether it runs in a call of its own: one that it shared has failed."""
-    outcome: Outcome | None = None
+    done: bool = False
+    """Whether it has succeeded or failed; else it is assigned again."""
     error: Exception | None = None
+    """Why it failed, if it did."""
+    _outcome: Outcome | None = None
+
+    def succeed(self, outcome: Outcome) -> None:
+        self.done, self._outcome = True, outcome
+
+    def fail(self, error: Exception) -> None:
+        self.done, self.error = True, error
 
     @property
-    def is_open(self) -> bool:
-        """Whether it has neither an outcome nor an error."""
-        return self.outcome is None and self.error is None
+    def outcome(self) -> Outcome:
+        """The outcome of work that is done; the error of work that failed is raised."""
+        assert self.done, "the work is not done"
+        if self.error is not None:
+            raise self.error
+        return cast(Outcome, self._outcome)
 
 
 @dataclass(slots=True)
@@ -114,11 +126,11 @@ class Dispatcher(Generic[Payload, Outcome]):
 
     `call` is given an actor and the payloads of one call, and returns an outcome for each; an error
     that it raises is an answer of the actor, and makes every part of the call run by itself.
-    `blame` makes the error of work over which too many actors have died. `abandon` tells an actor
-    that nobody waits for some payloads any more.
+    `deadly_error` makes the error of work over which too many actors have died. `abandon` tells an
+    actor that nobody waits for some payloads any more.
 
     Example:
-        grade = Dispatcher(pool, ISOLATE, what="grade", call=call, blame=blame)
+        grade = Dispatcher(pool, ISOLATE, what="grade", call=call, deadly_error=deadly_error)
         works = [Work(group) for group in groups]
         await grade.run(works)
     """
@@ -130,29 +142,30 @@ class Dispatcher(Generic[Payload, Outcome]):
         *,
         what: str,
         call: Callable[[Any, list[Payload]], Awaitable[list[Outcome]]],
-        blame: Callable[[Work[Payload, Outcome], ReplicaDiedError], Exception],
+        deadly_error: Callable[[Work[Payload, Outcome], ReplicaDiedError], Exception],
         abandon: Callable[[Any, list[Payload]], Awaitable[Any]] | None = None,
         router: Router | None = None,
     ) -> None:
         self.pool, self.policy, self.router = pool, policy, router or Router()
-        self._what, self._call, self._blame, self._abandon = what, call, blame, abandon
+        self._what, self._call, self._abandon = what, call, abandon
+        self._deadly_error = deadly_error
         self._calls = self._isolating = 0
-        """Attempts under way, and `run`s that have only suspects left."""
+        """Attempts under way, and `run`s whose work that is left must be isolated."""
         self._changed = asyncio.Event()
-        self._one_suspect = asyncio.Lock()
+        self._isolated = asyncio.Lock()
 
     async def run(
         self, works: Sequence[Work[Payload, Outcome]], *, step: int | None = None
     ) -> None:
-        """Return when each work has an outcome or an error."""
+        """Return when each work is done."""
         isolating = False
         try:
-            while left := [work for work in works if work.is_open]:
+            while left := [work for work in works if not work.done]:
                 shared = [work for work in left if work.deaths < self.policy.shared_attempts]
                 if not shared and not isolating:
                     isolating = True
                     self._isolating += 1
-                async with self._turn(alone=not shared):
+                async with self._turn(isolated=not shared):
                     await self._attempt(shared or left[:1], step)
         finally:
             if isolating:
@@ -160,14 +173,15 @@ class Dispatcher(Generic[Payload, Outcome]):
                 self._notify()
 
     @contextlib.asynccontextmanager
-    async def _turn(self, *, alone: bool) -> AsyncIterator[None]:
-        """Hold a place for an attempt. One that must be alone waits for all others and, if the
-        policy says so, the others wait until no suspects are left."""
+    async def _turn(self, *, isolated: bool) -> AsyncIterator[None]:
+        """Wait until an attempt may be made, and hold its place. An isolated one waits for other
+        isolated ones. If the policy is exclusive, it waits for all others, and those wait until no
+        work is left that must be isolated."""
         if not self.policy.exclusive:
-            async with self._one_suspect if alone else contextlib.nullcontext():
+            async with self._isolated if isolated else contextlib.nullcontext():
                 yield
             return
-        while self._calls if alone else self._isolating:
+        while self._calls if isolated else self._isolating:
             await self._changed.wait()
         self._calls += 1
         try:
@@ -199,8 +213,8 @@ class Dispatcher(Generic[Payload, Outcome]):
         return list(assignments.values())
 
     async def _perform(self, assignment: Assignment[Payload, Outcome], step: int | None) -> None:
-        """Give the works of an assignment their outcomes, or an error; or leave them open, to be
-        assigned again."""
+        """Give the works of an assignment their outcomes, or an error. Those that are not done then
+        are assigned again."""
         works, payloads = assignment.works, assignment.payloads
         spawned = assignment.replica.spawned
         try:
@@ -214,7 +228,7 @@ class Dispatcher(Generic[Payload, Outcome]):
             )
             self.pool.deaths.in_a_row = 0
             for work, outcome in zip(works, outcomes, strict=True):
-                work.outcome = outcome
+                work.succeed(outcome)
         except asyncio.CancelledError:
             if spawned is assignment.replica.spawned:
                 self._cancel(assignment)
@@ -223,12 +237,13 @@ class Dispatcher(Generic[Payload, Outcome]):
             for work in works:
                 work.deaths += 1
                 if work.deaths >= self.policy.attempts:
-                    work.error = self._blame(work, error)
-                    work.error.__cause__ = error
+                    failure = self._deadly_error(work, error)
+                    failure.__cause__ = error
+                    work.fail(failure)
         except Exception as error:
-            # One of them may be to blame: each once more, by itself.
-            for work in works:
-                work.error = error if len(works) == 1 else None
+            if len(works) == 1:
+                works[0].fail(error)
+            for work in works:  # one of them may be the cause: each runs once more, by itself
                 work.alone = True
         finally:
             assignment.release()

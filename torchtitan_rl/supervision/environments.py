@@ -1,10 +1,14 @@
 """The environment of a run, replaced when its process dies.
 
 The environment keeps no conversation, so a call that died is made again on its successor. If that
-one dies too, every conversation of the call goes on by itself, and the one that kills fails.
+one dies too, every conversation of the call goes on by itself, and the one that kills fails. The
+time that a request may take (`EnvironmentRequest.seconds`) is that of all its calls together, and
+of the wait for a successor.
 """
 
+import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torchtitan_rl.actors.interfaces import EnvironmentRequest, EnvironmentResponse
@@ -17,6 +21,22 @@ from torchtitan_rl.supervision.pool import ActorPool, ReplicaDiedError, Spawn
 
 class DeadlyRequestError(TorchtitanRLError, RuntimeError):
     """Environment after environment died over a request."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimedRequest:
+    """A request, and when its time is up, however often it is made."""
+
+    request: EnvironmentRequest
+    deadline: float | None
+    """By the loop's clock; None: no limit."""
+
+    def with_time_left(self) -> EnvironmentRequest:
+        """The request, as it is to be made now."""
+        if self.deadline is None:
+            return self.request
+        left = self.deadline - asyncio.get_running_loop().time()
+        return replace(self.request, seconds=max(left, 0.0))
 
 
 MOST_DEATHS_IN_A_ROW = 64
@@ -44,7 +64,7 @@ class Environments:
             timeline=timeline,
         )
         self._dispatcher = Dispatcher(
-            self.pool, RETRY_THEN_ISOLATE, what="respond", call=_respond, blame=_blame
+            self.pool, RETRY_THEN_ISOLATE, what="respond", call=_respond, deadly_error=_deadly_error
         )
 
     async def start(self) -> None:
@@ -59,27 +79,30 @@ class Environments:
         self, requests: Sequence[EnvironmentRequest], *, step: int | None = None
     ) -> list[EnvironmentResponse]:
         """A response to each request; one over which environments die is a failure of its own."""
-        works = [Work[EnvironmentRequest, EnvironmentResponse](request) for request in requests]
+        now = asyncio.get_running_loop().time()
+        works = [
+            Work[TimedRequest, EnvironmentResponse](
+                TimedRequest(request, None if request.seconds is None else now + request.seconds)
+            )
+            for request in requests
+        ]
         await self._dispatcher.run(works, step=step)
         return [_response(work) for work in works]
 
 
-async def _respond(actor: Any, requests: list[EnvironmentRequest]) -> list[EnvironmentResponse]:
-    return await actor.respond.call_one(requests)
+async def _respond(actor: Any, requests: list[TimedRequest]) -> list[EnvironmentResponse]:
+    return await actor.respond.call_one([timed.with_time_left() for timed in requests])
 
 
-def _blame(
-    work: Work[EnvironmentRequest, EnvironmentResponse], error: ReplicaDiedError
+def _deadly_error(
+    work: Work[TimedRequest, EnvironmentResponse], error: ReplicaDiedError
 ) -> Exception:
     return DeadlyRequestError(f"{work.deaths} environments died over it, the last of them {error}")
 
 
-def _response(work: Work[EnvironmentRequest, EnvironmentResponse]) -> EnvironmentResponse:
-    if work.outcome is not None:
-        return work.outcome
-    assert work.error is not None
+def _response(work: Work[TimedRequest, EnvironmentResponse]) -> EnvironmentResponse:
     if not isinstance(work.error, DeadlyRequestError):
-        raise work.error
-    request = work.payload
+        return work.outcome
+    request = work.payload.request
     outcomes: list[Outcome] = ["raised" for _ in request.calls]
     return EnvironmentResponse([], request.state, outcomes, failure=str(work.error))

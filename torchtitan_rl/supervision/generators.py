@@ -19,7 +19,7 @@ from torchtitan_rl.observability.timeline import Timeline
 from torchtitan_rl.supervision.dispatch import RETRY_ELSEWHERE, Dispatcher, Router, Work
 from torchtitan_rl.supervision.pool import (
     ActorPool,
-    CallNewcomer,
+    CallJoining,
     Replica,
     ReplicaDiedError,
     Spawn,
@@ -78,7 +78,7 @@ class Generators:
             RETRY_ELSEWHERE,
             what="generate",
             call=_generate,
-            blame=_blame,
+            deadly_error=_deadly_error,
             abandon=_cancel,
             router=self.router,
         )
@@ -156,7 +156,7 @@ class Generators:
                 replica, "pull weights", lambda actor: actor.pull_weights.call_one(handle)
             )
 
-    async def _bring_weights(self, call: CallNewcomer) -> None:
+    async def _bring_weights(self, call: CallJoining) -> None:
         """Have a generator that is to join serve the current weights."""
         served = None
         while served is not (handle := self._handle):  # weights may be published while it pulls
@@ -199,15 +199,14 @@ def _cancel(actor: Any, prompts: list[SamePrompt]) -> Awaitable[None]:
     return actor.cancel.call_one(sorted(names))
 
 
-def _blame(work: Work[SamePrompt, list[Completion]], error: ReplicaDiedError) -> Exception:
+def _deadly_error(work: Work[SamePrompt, list[Completion]], error: ReplicaDiedError) -> Exception:
     return DeadlyPromptError(
         f"{work.deaths} generators died over group {work.key!r}, the last of them {error}"
     )
 
 
 def _samples(work: Work[SamePrompt, list[Completion]]) -> list[Sample]:
-    if work.outcome is None:
-        assert work.error is not None
+    if work.error is not None:
         return [SampleFailure("failed", describe_error(work.error))] * len(work.payload.indices)
     return [_sample(completion) for completion in work.outcome]
 

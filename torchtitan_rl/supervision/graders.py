@@ -13,7 +13,7 @@ from torchtitan_rl.supervision.calls import DeadlineError
 from torchtitan_rl.supervision.dispatch import ISOLATE, Dispatcher, Work
 from torchtitan_rl.supervision.pool import ActorPool, ActorsDiedError, ReplicaDiedError, Spawn
 
-LAST_WORDS_SECONDS = 3.0
+EXIT_REPORT_SECONDS = 3.0
 """How long Monarch gets to report how a grader's process ended."""
 
 
@@ -32,8 +32,8 @@ class Graders:
         spawn: Spawn,
         *,
         deadline_seconds: float = 1800.0,
-        most_guilty_in_a_row: int = 5,
-        last_words_seconds: float = LAST_WORDS_SECONDS,
+        most_deadly_in_a_row: int = 5,
+        exit_report_seconds: float = EXIT_REPORT_SECONDS,
         timeline: Timeline | None = None,
     ) -> None:
         self.pool = ActorPool(
@@ -41,15 +41,15 @@ class Graders:
             spawn,
             deadline_seconds=deadline_seconds,
             # A group that kills is met twice: beside others, and alone.
-            most_deaths_in_a_row=2 * (most_guilty_in_a_row + 1),
-            last_words_seconds=last_words_seconds,
+            most_deaths_in_a_row=2 * (most_deadly_in_a_row + 1),
+            exit_report_seconds=exit_report_seconds,
             timeline=timeline,
         )
         self._dispatcher = Dispatcher[UngradedGroup, GroupRewards](
-            self.pool, ISOLATE, what="grade", call=self._grade, blame=self._blame
+            self.pool, ISOLATE, what="grade", call=self._grade, deadly_error=self._deadly_error
         )
-        self._most_guilty = most_guilty_in_a_row
-        self._guilty_in_a_row = 0
+        self._most_deadly = most_deadly_in_a_row
+        self._deadly_in_a_row = 0
         """Groups that killed a grader by themselves, since any group was graded."""
         self._broken = ""
         """Why nothing is graded any more."""
@@ -74,19 +74,19 @@ class Graders:
         if self._broken:
             raise ActorsDiedError(self._broken)
         rewards = await actor.rewards.call_one(groups)
-        self._guilty_in_a_row = 0
+        self._deadly_in_a_row = 0
         return rewards
 
-    def _blame(
+    def _deadly_error(
         self, work: Work[UngradedGroup, GroupRewards], error: ReplicaDiedError
     ) -> RewardError:
-        """Nothing was beside the group: the grader's death is its doing."""
+        """The error of a group over which a grader died with nothing beside it."""
         group, how = work.payload, how_it_ended(error)
         # Groups are counted and not deaths: at first a group that kills takes others along.
-        self._guilty_in_a_row += 1
-        if self._guilty_in_a_row > self._most_guilty:
+        self._deadly_in_a_row += 1
+        if self._deadly_in_a_row > self._most_deadly:
             self._broken = (
-                f"graders died over {self._guilty_in_a_row} groups one after the other, with "
+                f"graders died over {self._deadly_in_a_row} groups one after the other, with "
                 f"nothing graded in between; the last was group {group.group_id}: its process "
                 f"{how}"
             )
@@ -98,9 +98,6 @@ class Graders:
 def _rewards(work: Work[UngradedGroup, GroupRewards]) -> GroupRewards:
     if isinstance(work.error, RewardError):
         return work.error
-    if work.error is not None:
-        raise work.error
-    assert work.outcome is not None
     return work.outcome
 
 

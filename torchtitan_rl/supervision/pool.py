@@ -55,9 +55,9 @@ class Supervised(Protocol):
 
 Spawn = Callable[[int], Awaitable[Any]]
 """Starts the actor of the replica with this number; returns a `Supervised`."""
-CallNewcomer = Callable[[str, Callable[[Any], Awaitable[Any]]], Awaitable[Any]]
+CallJoining = Callable[[str, Callable[[Any], Awaitable[Any]]], Awaitable[Any]]
 """Calls an actor that has not joined yet: what for, and the call, given the actor."""
-OnJoin = Callable[[CallNewcomer], Awaitable[None]]
+OnJoin = Callable[[CallJoining], Awaitable[None]]
 
 
 @dataclass(slots=True)
@@ -111,7 +111,7 @@ class ActorPool:
     """Replicas of one actor that outlive their processes.
 
     `on_join` is awaited with every new actor before it gets work, for instance to bring it the
-    current weights. It is given a function that calls the newcomer, with a deadline and watched.
+    current weights. It is given a function that calls that actor, with a deadline and watched.
 
     Example:
         pool = ActorPool("grader", lambda number: spawn_grader(config, task))
@@ -129,7 +129,7 @@ class ActorPool:
         *,
         deadline_seconds: float = 1800.0,
         most_deaths_in_a_row: int = 5,
-        last_words_seconds: float = 0.0,
+        exit_report_seconds: float = 0.0,
         numbered: bool = False,
         on_join: OnJoin | None = None,
         timeline: Timeline | None = None,
@@ -144,7 +144,7 @@ class ActorPool:
         self._spawn, self._on_join = spawn, on_join
         self._deadline = deadline_seconds
         self._most_deaths = most_deaths_in_a_row
-        self._last_words = last_words_seconds
+        self._exit_report_seconds = exit_report_seconds
         """How long Monarch gets to report how a process ended, while a call waits for it."""
         self._timeline = timeline or Timeline()
         self._changed = asyncio.Event()
@@ -271,14 +271,14 @@ class ActorPool:
         """Spawn an actor for the replica; it gets calls when `on_join` is done with it."""
         spawned = await self._wait(replica, "start", self._spawned(replica), asyncio.Event())
         if self._on_join is not None:
-            await self._on_join(partial(self._call_newcomer, replica, spawned))
+            await self._on_join(partial(self._call_joining, replica, spawned))
         # Nothing is awaited between the end of `on_join` and this: what that looked at last, such
         # as which weights are the newest, is still so.
         if not self._stopping:
             replica.spawned = spawned
             self._notify()
 
-    async def _call_newcomer(
+    async def _call_joining(
         self, replica: Replica, spawned: Any, what: str, call: Callable[[Any], Awaitable[Any]]
     ) -> Any:
         return await self._wait(replica, what, call(spawned.actor), replica.gone)
@@ -316,7 +316,7 @@ class ActorPool:
             return
         now = asyncio.get_running_loop().time()
         replica.ended_at = now if replica.ended_at is None else replica.ended_at
-        if replica.calls and now < replica.ended_at + self._last_words:
+        if replica.calls and now < replica.ended_at + self._exit_report_seconds:
             return  # the error of a call may say more about how it ended
         replica.gone.set()  # it may be just starting
         self._discard(replica, replica.processes[-1], WorkerDiedError("its process has ended"))

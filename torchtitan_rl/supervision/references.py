@@ -33,7 +33,7 @@ class References:
             "reference", spawn, deadline_seconds=deadline_seconds, timeline=timeline
         )
         self._dispatcher = Dispatcher[Grid, RankLogprobs](
-            self.pool, RETRY, what="compute logprobs", call=_logprobs, blame=_blame
+            self.pool, RETRY, what="compute logprobs", call=_logprobs, deadly_error=_deadly_error
         )
 
     async def start(self) -> None:
@@ -48,9 +48,6 @@ class References:
         """What each rank of the mesh returns, in rank order."""
         work = Work[Grid, RankLogprobs](grid)
         await self._dispatcher.run([work], step=step)
-        if work.error is not None:
-            raise work.error
-        assert work.outcome is not None
         return work.outcome
 
 
@@ -58,5 +55,5 @@ async def _logprobs(actor: Any, grids: list[Grid]) -> list[RankLogprobs]:
     return [per_rank(await actor.logprobs.call(grid)) for grid in grids]
 
 
-def _blame(work: Work[Grid, RankLogprobs], error: ReplicaDiedError) -> Exception:
+def _deadly_error(work: Work[Grid, RankLogprobs], error: ReplicaDiedError) -> Exception:
     return ActorsDiedError(f"{work.deaths} references died over one call, the last: {error}")
