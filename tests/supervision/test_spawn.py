@@ -75,3 +75,27 @@ def test_a_worker_whose_parent_died_while_it_started_ends():
         timeout=60,
     )
     assert (worker.returncode, worker.stderr) == (1, b"")
+
+
+END_ALL = """
+import os, subprocess, time
+from multiprocessing import resource_tracker
+
+import psutil
+from torchtitan_rl.supervision.processes import end_all_processes
+
+resource_tracker.ensure_running()
+subprocess.Popen(["sleep", "600"])
+started = time.monotonic()
+end_all_processes()
+print(time.monotonic() - started)
+[tracker] = psutil.Process().children(recursive=True)
+assert tracker.pid == resource_tracker._resource_tracker._pid
+"""
+
+
+def test_the_end_of_a_program_does_not_wait_for_pythons_resource_tracker():
+    ran = subprocess.run(
+        [sys.executable, "-c", END_ALL], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert float(ran.stdout) < processes.REAP_SECONDS

@@ -169,21 +169,27 @@ def end_all_processes() -> None:
     """End every process that this program has started, and Monarch: for the end of the program."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left to interrupt but this
     cleaners = _kill(psutil.Process().children(recursive=True))
-    own = getattr(resource_tracker._resource_tracker, "_pid", None)  # ends after this process
-    psutil.wait_procs([c for c in cleaners if c.pid != own], timeout=REAP_SECONDS)
+    psutil.wait_procs(cleaners - _own_tracker(), timeout=REAP_SECONDS)
     # Monarch would do this while the interpreter exits, and print a traceback if it is too slow.
     with contextlib.suppress(Exception):
         shutdown_context(host_timeout=0.3).get(timeout=1.0)
     _reap_children()
 
 
+def _own_tracker() -> set[psutil.Process]:
+    """Python's resource tracker of this process, which ends after it and is not to be waited for.
+    There is one if this process has made shared memory or locks with a name."""
+    pid = getattr(resource_tracker._resource_tracker, "_pid", None)
+    return {child for child in psutil.Process().children() if child.pid == pid}
+
+
 def _reap_children() -> None:
     """Collect what was killed, so that not even a zombie of it is left: nobody else may do so."""
     deadline = time.monotonic() + REAP_SECONDS
-    with contextlib.suppress(ChildProcessError):  # none is left
-        while time.monotonic() < deadline:
-            if os.waitpid(-1, os.WNOHANG)[0] == 0:
-                time.sleep(0.01)
+    while left := set(psutil.Process().children()) - _own_tracker():  # orphans come one by one
+        if time.monotonic() > deadline:
+            return
+        psutil.wait_procs(left, timeout=0.1)
 
 
 def adopt_orphans() -> None:
