@@ -1,0 +1,91 @@
+"""Models on real gloo ranks: what the ranks publish is, put together, the model to the byte; and
+router replay with sharded weights (FSDP2) and with tensor parallelism."""
+
+import os
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.models.rank_checks import PUBLISHED, REPLAYED, Found, Task
+from tests.models.support import forward, titan_model
+from torchtitan_rl.models.router_replay import replay_routing
+from torchtitan_rl.models.shards import trace_rows
+from torchtitan_rl.models.spec import model_spec
+from torchtitan_rl.platform import worker_env
+
+
+@pytest.fixture(scope="module")
+def task(tiny_model, moe_model):
+    """Three rows of 47 tokens, so that no degree divides them, and any routing for two layers."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 265, (3, 47), generator=generator)
+    routing = torch.rand(tokens.numel(), 2, 8, generator=generator).argsort(-1)[..., :2]
+    return Task({"tiny": str(tiny_model), "moe": str(moe_model)}, tokens, routing)
+
+
+@pytest.fixture(scope="module")
+def found(task, tmp_path_factory) -> Found:
+    """What rank 0 has seen in groups of four, two and one."""
+    folder = tmp_path_factory.mktemp("ranks")
+    (folder / "task.pickle").write_bytes(pickle.dumps(task))
+    env = {**os.environ, **worker_env(1, role="trainer"), "PYTHONPATH": os.getcwd()}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.models.rank_checks", str(folder)],
+            env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(4)
+    ]
+    try:
+        said = [rank.communicate(timeout=200)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    for rank, errors in zip(ranks, said, strict=True):
+        assert rank.returncode == 0, errors[-3000:]
+    return pickle.loads((folder / "found.pickle").read_bytes())
+
+
+def test_ranks_publish_the_model_between_them(found, task):
+    """That it is the model, the ranks have checked themselves."""
+    cases = {(name, d) for name in task.folders for group in PUBLISHED.values() for d in group}
+    assert found.shares.keys() == cases
+    for (name, degrees), share in found.shares.items():
+        _, shard, tensor_parallel = degrees
+        # No rank has more than its part, but for the small tensors that all ranks have.
+        assert share < 1.05 / (shard * tensor_parallel), (name, degrees)
+
+
+@pytest.mark.parametrize("fixture", ["tiny_model", "moe_model"])
+def test_every_row_of_every_parameter_goes_to_exactly_one_place(fixture, request):
+    folder = request.getfixturevalue(fixture)
+    spec = model_spec(folder)
+    traced = trace_rows(spec, spec.state_dict_adapter(spec.model, str(folder)))
+    for name, parameter in titan_model(folder).named_parameters():
+        rows = sorted(row for origin in traced[name] for row in origin.rows.tolist())
+        assert rows == list(range(parameter.shape[0])), name
+
+
+@pytest.mark.parametrize("how", REPLAYED)
+def test_replay_on_two_ranks_is_replay_on_one(moe_model, task, found, how):
+    model = titan_model(moe_model)
+    with replay_routing(model, task.routing):
+        logits = forward(model, task.tokens)
+        logits.log_softmax(-1)[..., 7].sum().backward()
+    chosen, sharded_logits, gradients = found.replays[how]
+    assert len(chosen) == 4  # two layers, and once more in the recomputation
+    for experts, layer in zip(chosen, (0, 1, 1, 0), strict=True):
+        assert torch.equal(experts, task.routing[:, layer])
+    torch.testing.assert_close(sharded_logits, logits, rtol=0, atol=1e-5)
+    # Ranks with the same rows add up to twice the gradient.
+    copies = REPLAYED[how][1]
+    for name, parameter in model.named_parameters():
+        difference = gradients[name] / copies - parameter.grad
+        assert difference.norm() <= 1e-5 * parameter.grad.norm(), name
+        assert "gate" not in name or parameter.grad.abs().sum() > 0
