@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.engines.vllm.changing_weights import EXPERTS, assert_served
 from tests.models.support import forward, noisy_copy, selected_experts, titan_model
 from tests.support import episode
 from torchtitan_rl.actors.trainer import Trainer
@@ -34,6 +35,7 @@ SCRIPT = """
 import asyncio, pickle, random, sys
 from dataclasses import replace
 from safetensors.torch import load_file
+from tests.engines.vllm.changing_weights import EXPERTS, PROMPT, states
 from tests.support import small_engine
 from torchtitan_rl.engines.vllm.engine import Engine, SamplingConfig
 from torchtitan_rl.weight_sync.handle import whole_tensors
@@ -85,6 +87,16 @@ async def main():
     made["swapped"] = await swapped
     made["pulled"] = await engine.generate(prompts, sampling, names)
     made["left"] = ask(lambda recorder: len(recorder._records))
+
+    made["versions"], served = [], handle
+    short = SamplingConfig(n=2, max_tokens=6)
+    for version, tensors in enumerate(states(model, EXPERTS), start=2):
+        handle = publisher.publish(whole_tensors(tensors.items()), version)
+        await engine.pull_weights(handle)
+        completions = await engine.generate([PROMPT], short, [f"{version}"])
+        made["versions"].append((handle.changed_since(served), completions))
+        served = handle
+    made["direct"] = engine._engine.collective_rpc(lambda worker: worker.direct is not None)
     engine.close()
     with open(target, "wb") as file:
         pickle.dump(made, file)
@@ -158,9 +170,16 @@ def test_pulled_experts_compute_and_choose_what_the_trainers_do(made, models):
     assert mismatch(models[0], made["pulled"]).mean() > 0.1
 
 
+def test_an_engine_that_loads_only_what_changed_serves_the_trainers_policy(made, folders, tmp_path):
+    assert_served(folders[0], EXPERTS, made["versions"], tmp_path)
+    assert made["direct"] == [False]  # experts are loaded by vLLM
+
+
 def test_a_token_keeps_the_experts_it_was_sampled_behind(made, models):
     """A swap recomputes the whole request with new weights; what was sampled stays as it was."""
-    for completion in made["swapped"]:
+    crossed = [completion for completion in made["swapped"] if completion.token_versions]
+    assert crossed  # others had ended before
+    for completion in crossed:
         old, new = (agrees(model, completion) for model in models)
         swap = int(old.logical_not().nonzero()[0])
         assert swap >= 20
