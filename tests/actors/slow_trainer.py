@@ -2,20 +2,26 @@
 
 import time
 
-from torchtitan_rl.actors.trainer import Trainer
+from monarch.actor import concurrent_endpoint
 
-SECONDS = 1.5
+from torchtitan_rl.actors.trainer import Trainer
 
 
 class SlowTrainer(Trainer):
-    """Copies nothing for a while."""
+    """Copies nothing for a while, if it is told to."""
+
+    seconds = 0.0
+
+    @concurrent_endpoint
+    async def publish_in(self, seconds: float) -> None:
+        self.seconds = seconds
 
     def _open_publisher(self, transport):
         publisher = super()._open_publisher(transport)
         publish = type(publisher).publish
 
         def slowly(*args, **kwargs):
-            time.sleep(SECONDS)
+            time.sleep(self.seconds)
             return publish(publisher, *args, **kwargs)
 
         publisher.publish = slowly

@@ -1,8 +1,12 @@
-"""The trainer on real gloo ranks: gradients, steps, checkpoints, HF in and out, weight sync."""
+"""The trainer on real gloo ranks: gradients, steps, checkpoints, HF in and out, weight sync.
+
+From `test_metrics_of_two_ranks_merge_to_those_of_one` on, the shared trainers take steps.
+"""
 
 import asyncio
 import math
 import random
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -38,6 +42,8 @@ from torchtitan_rl.supervision.spawn import (
     spawn_reference,
     spawn_trainer,
 )
+from torchtitan_rl.weight_sync.handle import merge_handles
+from torchtitan_rl.weight_sync.reading import open_snapshot
 
 
 def random_episodes(count: int, *, longest: int, seed: int = 0):
@@ -59,8 +65,9 @@ def random_episodes(count: int, *, longest: int, seed: int = 0):
     return episodes
 
 
-async def start_trainer(model, folder, ranks, tensor_parallel=1, **kwargs):
+async def start_trainer(model, folder, ranks, tensor_parallel=1, backend="torchtitan", **kwargs):
     config = Trainer.Config(
+        backend=backend,
         optimizer=OptimizerConfig(lr=1e-2),
         parallelism=Parallelism(
             data_parallel_shard_degree=ranks, tensor_parallel_degree=tensor_parallel
@@ -79,18 +86,25 @@ def tokens_folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-async def trainers(tiny_model, tmp_path_factory, tokens_folder):
-    """One rank, two data-parallel ranks, two by two tensor-parallel ranks; started side by side."""
+def checkpoints(tmp_path_factory):
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+async def trainers(tiny_model, checkpoints, tokens_folder):
+    """One rank, two data-parallel ranks (whose snapshots can be slow), two by two tensor-parallel
+    ranks; started side by side."""
+    kinds = {
+        "one": {"ranks": 1},
+        "two": {"ranks": 2, "backend": "tests.actors.slow_trainer:SlowTrainer"},
+        "tp": {"ranks": 2, "tensor_parallel": 2},
+    }
     spawned = await asyncio.gather(
         *(
             start_trainer(
-                tiny_model,
-                tmp_path_factory.mktemp(name),
-                ranks,
-                tensor_parallel,
-                tokens_folder=tokens_folder / name,
+                tiny_model, checkpoints / name, tokens_folder=tokens_folder / name, **kind
             )
-            for name, ranks, tensor_parallel in (("one", 1, 1), ("two", 2, 1), ("tp", 2, 2))
+            for name, kind in kinds.items()
         )
     )
     yield [s.actor for s in spawned]
@@ -257,27 +271,6 @@ async def test_the_gradient_is_that_of_the_formula(trainer, tiny_model):
         torch.testing.assert_close(ours[titan], reference[hf], rtol=1e-4, atol=1e-6)
 
 
-async def test_a_resumed_trainer_goes_on_as_if_it_had_not_stopped(tiny_model, tmp_path):
-    grid = make_grid(random_episodes(6, longest=10), dp_degree=1, tokens_per_microbatch=4096)
-
-    async def steps(actor, count):
-        rows = [flatten((per_rank(await actor.train_step.call(grid)))[0]) for _ in range(count)]
-        return [row | {"sync/blocked_seconds": 0.0} for row in rows]
-
-    straight = await start_trainer(tiny_model, tmp_path / "run", ranks=1)
-    await steps(straight.actor, 2)
-    await straight.actor.save.call(2)
-    expected = await steps(straight.actor, 2)
-    await straight.stop()
-    # A checkpoint that was cut off half-way (no .metadata yet) is passed over.
-    (tmp_path / "run" / "step-9").mkdir()
-    (tmp_path / "run" / "step-9" / "__0_0.distcp").write_bytes(b"half")
-    resumed = await start_trainer(tiny_model, tmp_path / "run", ranks=1, resume=True)
-    assert per_rank(await resumed.actor.steps_done.call()) == [2]
-    assert await steps(resumed.actor, 2) == expected
-    await resumed.stop()
-
-
 async def test_an_export_is_what_transformers_loads(two_ranks, tmp_path, tiny_model):
     await two_ranks.export_hf.call(str(tmp_path / "export"))
     exported = load_file(tmp_path / "export" / "model.safetensors")
@@ -316,7 +309,6 @@ async def test_the_reference_stays_and_reads_back_in_order(trainer, tiny_model):
 
 
 async def test_metrics_of_two_ranks_merge_to_those_of_one(trainer, two_ranks):
-    """Near the end of the module: it takes steps with the shared trainers."""
     episodes = random_episodes(9, longest=20)
     values = []
     for ranks, actor in ((1, trainer), (2, two_ranks)):
@@ -328,6 +320,27 @@ async def test_metrics_of_two_ranks_merge_to_those_of_one(trainer, two_ranks):
         assert one.keys() == two.keys()
         assert one == pytest.approx(two, rel=1e-4, abs=1e-6)
     assert values[0][0]["entropy/all/mean"] != values[0][1]["entropy/all/mean"]
+
+
+async def test_a_resumed_trainer_goes_on_as_if_it_had_not_stopped(trainer, tiny_model, checkpoints):
+    grid = make_grid(random_episodes(6, longest=10), dp_degree=1, tokens_per_microbatch=4096)
+
+    async def steps(actor, count):
+        rows = [flatten((per_rank(await actor.train_step.call(grid)))[0]) for _ in range(count)]
+        return [row | {"sync/blocked_seconds": 0.0} for row in rows]
+
+    await steps(trainer, 1)
+    await trainer.save.call(3)
+    expected = await steps(trainer, 2)
+    # A checkpoint that was cut off half-way (no .metadata yet) is passed over.
+    half = checkpoints / "one" / "step-9"
+    half.mkdir()
+    (half / "__0_0.distcp").write_bytes(b"half")
+    resumed = await start_trainer(tiny_model, checkpoints / "one", ranks=1, resume=True)
+    assert per_rank(await resumed.actor.steps_done.call()) == [3]
+    assert await steps(resumed.actor, 2) == expected
+    await resumed.stop()
+    shutil.rmtree(half)
 
 
 async def test_later_updates_of_a_batch_know_the_policy_it_started_with(trainer):
@@ -398,3 +411,55 @@ async def test_swapped_weights_serve_the_trainers_policy(two_ranks, tmp_path):
         await two_ranks.train_step.call(grid)
     assert seen[0] != seen[1] != seen[2]
     await generator.stop()
+
+
+TWO_EPISODES = make_grid(
+    [episode(advantage=a) for a in (1.0, 2.0)], dp_degree=2, tokens_per_microbatch=64
+)
+SLOW = 1.0
+"""Seconds that a slow snapshot takes."""
+
+
+@pytest.fixture
+async def slow(two_ranks):
+    await two_ranks.publish_in.call(SLOW)
+    yield two_ranks
+    await two_ranks.publish_in.call(0.0)
+
+
+async def publish(trainer, **options):
+    handle = merge_handles(per_rank(await trainer.publish_weights.call(**options)))
+    with open_snapshot(handle) as snapshot:
+        return handle, {name: tensor.clone() for name, tensor in snapshot.tensors()}
+
+
+async def train(trainer):
+    return flatten(merge_metrics(per_rank(await trainer.train_step.call(TWO_EPISODES))))
+
+
+async def test_a_step_begins_beside_the_snapshot_and_does_not_get_into_it(slow):
+    first, before = await publish(slow)
+    (second, beside), metrics = await asyncio.gather(publish(slow), train(slow))
+    # It had little else to do than to wait; without the wait the snapshot would be of the new
+    # weights, which it is not.
+    assert metrics["sync/blocked_seconds"] > SLOW / 2
+    assert second.version == first.version
+    assert all(torch.equal(beside[name], before[name]) for name in before)
+    third, after = await publish(slow)
+    assert third.version == first.version + 1
+    assert not any(torch.equal(after[name], before[name]) for name in before)
+    assert (await train(slow))["sync/blocked_seconds"] < SLOW / 2
+
+
+async def test_two_snapshots_at_once_are_taken_one_after_the_other(slow):
+    (one, first), (two, second) = await asyncio.gather(publish(slow), publish(slow))
+    assert one.version == two.version
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+async def test_a_snapshot_that_fails_does_not_keep_the_optimizer_waiting(slow):
+    failing = publish(slow, dtype="no dtype")
+    failed, metrics = await asyncio.gather(failing, train(slow), return_exceptions=True)
+    assert isinstance(failed, Exception)
+    assert metrics["sync/blocked_seconds"] >= 0
+    await publish(slow)
