@@ -162,9 +162,12 @@ def test_the_final_model_loads_elsewhere_and_has_learned(finished, tiny_model):
 def test_the_trainer_alone_makes_the_same_model_of_the_saved_rollouts(
     finished, tiny_model, tmp_path
 ):
-    """Without generator and grader, to the last bit; and what it computed is there by token."""
+    """Without generator and grader, and resumed after a dead trainer: to the last bit; and what it
+    computed is there by token."""
     source = ["--rollout.train_from", str(finished.folder), "--trainer.export_tokens"]
     run = Run(tiny_model, tmp_path, *source)
+    names_the_dead(run, "trainer")
+    run = Run(tiny_model, tmp_path, *source, "--resume")
     assert run.finish() == 0, run.output
     assert "nothing is generated, graded or evaluated" in run.output
     assert not [
@@ -204,9 +207,9 @@ def test_the_trainer_alone_makes_the_same_model_of_the_saved_rollouts(
 def test_a_run_that_everything_happens_to_ends_like_one_that_nothing_happened_to(
     finished, tiny_model, tmp_path
 ):
-    """Ctrl-C, a dead generator, a killed controller and a dead trainer; all but the generator's
-    death are resumed from, and weights go another way each time. The same metrics and the same
-    model, to the last bit."""
+    """Ctrl-C, a dead generator and a killed controller; all but the generator's death are resumed
+    from, and weights go another way each time. The same metrics and the same model, to the last
+    bit."""
 
     def resume(transport: str, *more: str, until: int) -> Run:
         again = ["--resume"] if (tmp_path / "run").exists() else []
@@ -222,9 +225,6 @@ def test_a_run_that_everything_happens_to_ends_like_one_that_nothing_happened_to
     assert list((run.folder / "weights").glob("rank-0-*/*.safetensors"))
     goes_on_with_another_generator(run)
     takes_its_processes_along_when_killed(run)
-    leaves_no_snapshot(run)
-    run = resume("file", until=4)
-    names_the_dead(run, "trainer")
     leaves_no_snapshot(run)
     run = resume("auto", "--trainer.weight_sync.check", until=5)
     assert run.finish() == 0, run.output
@@ -256,9 +256,13 @@ def goes_on_with_another_generator(run: Run) -> None:
 
 
 def names_the_dead(run: Run, role: str) -> None:
+    """Kill an actor in the fourth step: the run ends, and says who has died."""
+    run.wait_for_line("step    0")
     processes = run.processes()
     log = run.folder / "logs" / f"{role}.log"
-    next(p for p in processes if _writes_to(p, log)).kill()
+    victim = next(p for p in processes if _writes_to(p, log))
+    run.wait_for_line("step    2")
+    victim.kill()
     assert run.finish(timeout=60) == 1, run.output
     assert_all_gone(processes)
     assert f"waiting for the {role}" in run.output
