@@ -19,12 +19,12 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LONGEST = (
-    *("run/test_whole_runs.py", "actors/test_trainer.py", "test_readme.py"),
-    *("engines/vllm/test_partial_pulls.py", "run/test_tool_runs.py", "run/test_async_runs.py"),
-    *("examples", "engines/vllm/test_routing.py", "models/test_shards.py", "run/test_sync_runs.py"),
-    *("supervision/test_graders.py", "engines/vllm/test_direct_loads.py", "run"),
-    *("models/test_moe_ranks.py", "actors", "engines", "weight_sync", "supervision"),
-    *("rollout/test_loop.py", "view", "test_docs.py", "models", "cli"),
+    *("actors/test_trainer.py", "run/test_whole_runs.py", "test_readme.py"),
+    *("run/test_tool_runs.py", "supervision/test_graders.py", "run/test_async_runs.py", "examples"),
+    *("engines/vllm/test_routing.py", "engines/vllm/test_tensor_parallel.py"),
+    *("models/test_ranks.py", "run/test_sync_runs.py", "engines/vllm/test_direct_loads.py", "run"),
+    *("actors", "engines", "weight_sync", "supervision"),
+    *("rollout/test_loop.py", "view", "test_docs.py", "config", "models", "cli"),
 )
 """Files and folders that take longest, the longest first. Else one process would be left alone with
 one of them at the end."""
