@@ -4,18 +4,19 @@ They stand where the real ones stand, as a choice in a recipe: with `generator.b
 tokens are random, with `trainer.backend simulated` nothing is learned. Prompts are rendered all the
 same, so a model folder with a tokenizer is needed; and steps train only if the task rewards some
 random tokens more than others.
+
+torch is imported only where a batch is looked into: a simulated generator, like a grader, starts in
+a fraction of the time without it.
 """
 
 import asyncio
 import itertools
 import os
 import random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from monarch.actor import Actor, concurrent_endpoint
 
-from torchtitan_rl.batching.documents import segment_ids, segments
-from torchtitan_rl.batching.grid import Grid
 from torchtitan_rl.config.generator import GeneratorConfig
 from torchtitan_rl.config.sampling import SamplingConfig
 from torchtitan_rl.config.trainer import TrainerConfig
@@ -23,6 +24,9 @@ from torchtitan_rl.core.metrics import Metrics, by_task, merge_metrics
 from torchtitan_rl.core.seeds import sample_seed
 from torchtitan_rl.core.types import Completion
 from torchtitan_rl.weight_sync.handle import WeightHandle
+
+if TYPE_CHECKING:
+    from torchtitan_rl.batching.grid import Grid
 
 VOCABULARY = range(250)
 """Tokens that any tokenizer has."""
@@ -140,14 +144,14 @@ class SimulatedTrainer(Actor):
         return 0
 
     @concurrent_endpoint
-    async def train_step(self, *grids: Grid, step: int = 0) -> Metrics:
+    async def train_step(self, *grids: "Grid", step: int = 0) -> Metrics:
         measured = merge_metrics([_ages(grid, self._version) for grid in grids])
         await asyncio.sleep(self._seconds_per_step)
         self._version += 1
         return measured
 
     @concurrent_endpoint
-    async def measure(self, grid: Grid) -> Metrics:
+    async def measure(self, grid: "Grid") -> Metrics:
         return _ages(grid, self._version)
 
     @concurrent_endpoint
@@ -165,7 +169,9 @@ class SimulatedTrainer(Actor):
         """There is nothing to export."""
 
 
-def _ages(grid: Grid, version: int) -> Metrics:
+def _ages(grid: "Grid", version: int) -> Metrics:
+    from torchtitan_rl.batching.documents import segment_ids, segments
+
     measured = []
     for cell in (cell for row in grid.cells for cell in row):
         if "token_versions" not in cell.streams:  # demonstrations, which nobody sampled

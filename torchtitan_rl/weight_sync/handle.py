@@ -8,11 +8,12 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torchtitan_rl.core.errors import TorchtitanRLError
+
+if TYPE_CHECKING:  # a simulated generator takes handles, and starts sooner without torch
+    import torch
 
 Transport = Literal["shm", "rdma", "file"]
 Shape = tuple[int, ...]
@@ -44,12 +45,12 @@ class Shard:
     """Shape of the whole tensor."""
     start: Shape
     """Where in the whole tensor the box begins."""
-    rows: tuple[torch.Tensor, ...]
+    rows: "tuple[torch.Tensor, ...]"
     """Pieces of the box that follow each other along the first dimension; the trainer may keep them
     apart in memory. They are the live weights: if they move to other memory, make a new Shard."""
 
 
-def whole_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> list[Shard]:
+def whole_tensors(named: "Iterable[tuple[str, torch.Tensor]]") -> list[Shard]:
     """Shards of a process that has every tensor whole."""
     return [Shard(name, tuple(t.shape), (0,) * t.ndim, (t.detach(),)) for name, t in named]
 
@@ -64,7 +65,7 @@ class Slot(NamedTuple):
     whole: Shape
     start: Shape
     shape: Shape
-    dtype: torch.dtype
+    dtype: "torch.dtype"
     offset: int
     """Position of the first byte in the part."""
     nbytes: int
@@ -121,7 +122,7 @@ class WeightHandle:
         """Bytes that differ from the publication before."""
         return sum(s.nbytes for part in self.parts for s in part.changed_since(part.number - 1))
 
-    def tensors(self) -> dict[str, tuple[Shape, torch.dtype]]:
+    def tensors(self) -> "dict[str, tuple[Shape, torch.dtype]]":
         """Shape and dtype of every tensor, by name."""
         return {slot.name: (slot.whole, slot.dtype) for slot in self.slots}
 
