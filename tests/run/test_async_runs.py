@@ -6,6 +6,7 @@ import random
 import re
 from dataclasses import replace
 
+import psutil
 import pytest
 
 from tests.low_tokens import Moody
@@ -19,6 +20,7 @@ from torchtitan_rl.config import (
 )
 from torchtitan_rl.observability.json_lines import read_lines
 from torchtitan_rl.run.controller import Controller
+from torchtitan_rl.supervision.calls import WorkerDiedError
 
 
 def config_for(folder, tiny_model, *, simulated=False, **changes):
@@ -64,13 +66,14 @@ def saved(folder):
 @pytest.mark.timeout(240)
 async def test_generation_runs_ahead_and_survives_its_generators(tmp_path, tiny_model):
     """Two generators, one killed at a random moment: every step trains all its groups, on tokens
-    that are at most one version old, and the logprobs still agree."""
+    that are at most one version old, and the logprobs still agree. When the trainer dies in the
+    end, the run ends, and the generators with it."""
     long = SamplingConfig(n=4, max_tokens=60)
     base = low_tokens()
     config = config_for(
         tmp_path,
         tiny_model,
-        steps=6,
+        steps=8,
         max_offpolicy_steps=1,
         generator=replace(base.generator, replicas=2, sampling=long),
     )
@@ -82,7 +85,20 @@ async def test_generation_runs_ahead_and_survives_its_generators(tmp_path, tiny_
         for process in generators.pool.replicas[rng.randrange(2)].spawned.processes:
             process.kill()
 
-    rows, controller = await steps(config, 6, kill)
+    async with Controller(config) as controller:
+        killing = asyncio.ensure_future(kill(controller))
+        rows = [await controller.step(step) for step in range(6)]
+        await killing
+        trainer = controller.actors.trainer
+        generators = [replica.spawned for replica in controller.actors.generators.pool.alive]
+        assert generators
+        for process in trainer.processes:
+            process.kill()
+        with pytest.raises(WorkerDiedError, match="while waiting for the trainer"):
+            await controller.step(6)
+        controller.rollout_log.close()
+    processes = [process for actor in (trainer, *generators) for process in actor.processes]
+    assert not psutil.wait_procs(processes, timeout=1)[1]
     assert [row["policy_version"] for row in rows] == list(range(1, 7))
     assert all(row["episodes"] == 16 for row in rows)
     assert all(row["mismatch/all/max"] <= 1e-4 for row in rows if row["policy_age/all/max"] == 0)
