@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from torchtitan_rl.batching.documents import Document, segments
 from torchtitan_rl.models.cpu.attention import AttentionPlan, PackedAttention, packed_attention
+from torchtitan_rl.platform.switches import VARIABLE
 
 GQA = (6, 2)
 TABLE = [
@@ -253,7 +254,9 @@ def as_batch(*tensors):
     return [t.unsqueeze(0) for t in tensors]
 
 
-def test_the_module_attends_as_the_plan_says():
+@pytest.mark.parametrize("without", ["", "packed_attention"])
+def test_the_module_attends_as_the_plan_says(without, monkeypatch):
+    monkeypatch.setenv(VARIABLE, without)
     documents = [Document(5), Document(3, (2, 4))]
     (q, k, v), _ = drawn(14)
     plan = AttentionPlan(segments(documents))

@@ -12,13 +12,12 @@ from torchtitan_rl.platform.switches import enabled
 
 def apply(parts: Parts) -> Parts:
     """A model's parts for a CPU: torchtitan's, with those of this package in their place."""
-    from torchtitan_rl.models.cpu.attention import PackedAttention, PlainAttention
+    from torchtitan_rl.models.cpu.attention import PackedAttention
     from torchtitan_rl.models.cpu.linear import AccumulatingLinear
     from torchtitan_rl.models.cpu.norm import FusedRMSNorm
 
     # torchtitan's own packed attention needs a GPU.
-    attention = PackedAttention if enabled("packed_attention") else PlainAttention
-    parts = replace(parts, attention=attention)
+    parts = replace(parts, attention=PackedAttention)
     if enabled("fused_norm"):
         parts = replace(parts, norm=FusedRMSNorm)
     if enabled("accumulating_linear"):

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torchtitan.protocols.module import Module
 
 from torchtitan_rl.batching.documents import Segment
+from torchtitan_rl.platform.switches import enabled
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -117,6 +118,7 @@ class PackedAttention(Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
+        self._attend = packed_attention if enabled("packed_attention") else plain_attention
 
     # torchtitan shards the arguments by their names.
     def forward(
@@ -136,45 +138,7 @@ class PackedAttention(Module):
             )
             return out.transpose(1, 2)
         q, k, v = (t.squeeze(0) for t in (q_BLNH, k_BLNH, v_BLNH))
-        return packed_attention(q, k, v, attention_masks, scale=scale).unsqueeze(0)
-
-
-class PlainAttention(PackedAttention):
-    """Attention of each segment by torch's own kernel: the baseline that PackedAttention is
-    measured against."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(PackedAttention.Config):
-        pass
-
-    def forward(
-        self,
-        q_BLNH: torch.Tensor,
-        k_BLNH: torch.Tensor,
-        v_BLNH: torch.Tensor,
-        *,
-        attention_masks: AttentionPlan | None = None,
-        scale: float | None = None,
-        **_: Any,
-    ) -> torch.Tensor:
-        if attention_masks is None:
-            return super().forward(q_BLNH, k_BLNH, v_BLNH, scale=scale)
-        parts = []
-        for segment in attention_masks.segments:
-            rows = slice(segment.start, segment.stop)
-            trunk = segment.trunk
-            seen = [slice(trunk.start, trunk.stop), rows] if trunk else [rows]
-            q = q_BLNH[:, rows].transpose(1, 2)
-            k, v = (
-                torch.cat([t[:, piece] for piece in seen], dim=1).transpose(1, 2)
-                for t in (k_BLNH, v_BLNH)
-            )
-            mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(
-                k.shape[2] - q.shape[2]
-            )
-            out = F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True)
-            parts.append(out.transpose(1, 2))
-        return torch.cat(parts, dim=1)
+        return self._attend(q, k, v, attention_masks, scale=scale).unsqueeze(0)
 
 
 def packed_attention(
@@ -187,6 +151,31 @@ def packed_attention(
 ) -> torch.Tensor:
     """[tokens, heads, head size] each, k and v of fewer heads where queries share them."""
     return _Packed.apply(q, k, v, plan, scale)
+
+
+def plain_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: AttentionPlan,
+    *,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """What `packed_attention` computes, by one call of torch's own kernel per segment: the baseline
+    that it is measured against."""
+    parts = []
+    for segment in plan.segments:
+        own, trunk = slice(segment.start, segment.stop), segment.trunk
+        seen = [slice(trunk.start, trunk.stop), own] if trunk else [own]
+        keys, values = (torch.cat([t[piece] for piece in seen]).transpose(0, 1) for t in (k, v))
+        queries = q[own].transpose(0, 1)
+        size = queries.shape[1], keys.shape[1]
+        mask = torch.ones(size, dtype=torch.bool).tril(size[1] - size[0])
+        out = F.scaled_dot_product_attention(
+            queries[None], keys[None], values[None], mask, scale=scale, enable_gqa=True
+        )
+        parts.append(out[0].transpose(0, 1))
+    return torch.cat(parts)
 
 
 class _Packed(torch.autograd.Function):
