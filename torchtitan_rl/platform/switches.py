@@ -13,7 +13,7 @@ VARIABLE = "TORCHTITAN_RL_WITHOUT"
 
 NAMES = (
     # engines/vllm/cpu
-    *("norms", "no_ranks", "prompt_sharing", "direct_load"),
+    *("norms", "no_ranks", "copied_blocks", "direct_load"),
     # models/cpu, then models/logprobs.py and models/rank.py
     *("packed_attention", "fused_norm", "accumulating_linear", "onednn_products"),
     *("kept_logits", "last_token"),
@@ -32,7 +32,7 @@ def enabled(name: str) -> bool:
 
     Example:
         >>> os.environ[VARIABLE] = "norms, garbage"
-        >>> enabled("norms"), enabled("prompt_sharing")
+        >>> enabled("norms"), enabled("copied_blocks")
         (False, True)
     """
     return name not in switched_off()

@@ -9,7 +9,7 @@ from torchtitan_rl.platform import worker_env
 SCRIPT = """
 import asyncio, sys
 from tests.engines.vllm.kernel_checks import check_kernels, check_model
-from tests.engines.vllm.sharing_checks import check_sharing
+from tests.engines.vllm.copied_blocks_checks import check_copied_blocks
 from tests.support import small_engine
 from torchtitan_rl.engines.vllm.engine import Engine, EngineDiedError, SamplingConfig
 from torchtitan_rl.engines.vllm.worker import WorkerExtension
@@ -29,7 +29,7 @@ def tokens_so_far():
     return [requests[name].num_output_tokens for name in running] or [0]
 
 async def main():
-    await check_sharing(engine)
+    await check_copied_blocks(engine)
 
     # A short call does not wait for a long one: they share the batch.
     first = asyncio.create_task(engine.generate([[1, 2]], long, ["long"]))

@@ -18,7 +18,7 @@ WRITTEN_FOR = "0.32.0"
 """The version of vLLM whose insides the patches know."""
 CLASS_PATCHES = ("norms", "no_ranks")
 """Modules here whose `apply` changes classes of vLLM, in this order. The others:
-`prompt_sharing` (an engine argument) and `direct_load` (new weights).
+`copied_blocks` (an engine argument) and `direct_load` (new weights).
 """
 
 _log = logging.getLogger(__name__)
@@ -35,11 +35,11 @@ def apply() -> None:
 def engine_options(config: EngineConfig) -> dict[str, Any]:
     """Arguments that vLLM's engine gets for its patches."""
     # Routing is recorded of tokens that are computed: of copied ones there is none.
-    if config.return_routed_experts or not is_active("prompt_sharing"):
+    if config.return_routed_experts or not is_active("copied_blocks"):
         return {}
-    from torchtitan_rl.engines.vllm.cpu.prompt_sharing import share_prompts
+    from torchtitan_rl.engines.vllm.cpu.copied_blocks import copy_blocks
 
-    return {"kv_transfer_config": share_prompts()}
+    return {"kv_transfer_config": copy_blocks()}
 
 
 def is_active(name: str) -> bool:

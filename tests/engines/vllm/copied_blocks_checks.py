@@ -1,5 +1,5 @@
-"""Samples that share their prompt against samples that each compute it; called where vLLM may be
-imported."""
+"""Samples that copy the last block of their prompt against samples that each compute it; called
+where vLLM may be imported."""
 
 import asyncio
 from contextlib import contextmanager, nullcontext
@@ -7,15 +7,15 @@ from unittest.mock import patch
 
 from torchtitan_rl.config import SamplingConfig
 from torchtitan_rl.core.types import Completion
-from torchtitan_rl.engines.vllm.cpu.prompt_sharing import PromptSharing
+from torchtitan_rl.engines.vllm.cpu.copied_blocks import BlockCopier
 from torchtitan_rl.engines.vllm.engine import Engine
 
 BLOCK = 32
 SEVERAL = SamplingConfig(n=6, max_tokens=5)
-NOTHING_IS_SHARED = patch.object(PromptSharing, "get_num_new_matched_tokens", lambda *_: (0, False))
+NOTHING_IS_COPIED = patch.object(BlockCopier, "get_num_new_matched_tokens", lambda *_: (0, False))
 
 
-async def check_sharing(engine: Engine) -> None:
+async def check_copied_blocks(engine: Engine) -> None:
     for length in (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, BLOCK + 24, 2 * BLOCK, 3 * BLOCK + 7):
         prompt = _prompt(length)
         # With one that begins alike, in the same call; their last blocks are not the same.
@@ -62,7 +62,7 @@ async def _check_same(engine: Engine, prompts: list[list[int]], sampling: Sampli
     made, computed = [], []
     for shares in (False, True):
         await engine._between_steps(engine._engine.reset_prefix_cache)
-        with _counted(engine) as tokens, nullcontext() if shares else NOTHING_IS_SHARED:
+        with _counted(engine) as tokens, nullcontext() if shares else NOTHING_IS_COPIED:
             names = [f"shared/{number}" for number in range(len(prompts))]
             made.append(await engine.generate(prompts, sampling, names))
         computed.append(sum(tokens))

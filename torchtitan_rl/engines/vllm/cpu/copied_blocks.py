@@ -1,4 +1,4 @@
-"""Prompts computed once for all their samples, down to the last token.
+"""Samples of a prompt copy its last block of the KV cache, in place of computing it each.
 
 vLLM's samples of one prompt share what fills whole blocks of the KV cache, and compute the rest,
 up to a block of tokens, each for itself. On a GPU nobody notices; on a CPU it takes as long as some
@@ -22,10 +22,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 
-def share_prompts() -> KVTransferConfig:
-    """The engine argument (`kv_transfer_config`) by which vLLM shares prompts."""
+def copy_blocks() -> KVTransferConfig:
+    """The engine argument (`kv_transfer_config`) by which samples copy the blocks of others."""
     return KVTransferConfig(
-        kv_connector=PromptSharing.__name__,
+        kv_connector=BlockCopier.__name__,
         kv_connector_module_path=__name__,
         kv_role="kv_consumer",
     )
@@ -39,7 +39,7 @@ class BlockCopies(KVConnectorMetadata):
     targets: list[int] = field(default_factory=list)
 
 
-class PromptSharing(KVConnectorBase_V1):
+class BlockCopier(KVConnectorBase_V1):
     """A connector: one instance plans copies beside the scheduler, one in every worker copies.
 
     Example:
