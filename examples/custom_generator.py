@@ -33,10 +33,8 @@ class TransformersGenerator(Actor):
         asked = zip(prompts, sampling_config, group_ids, sample_numbers, strict=True)
         return [self._sample(i, *one) for i, one in enumerate(asked)]
 
-    def _sample(
-        self, i: int, ids: list[int], how: SamplingConfig, group: str, number: int
-    ) -> Completion:
-        torch.manual_seed(sample_seed(self.seed, group, number))
+    def _sample(self, i: int, ids: list, how: SamplingConfig, group: str, n: int) -> Completion:
+        torch.manual_seed(sample_seed(self.seed, group, n))
         options: dict = {"return_dict_in_generate": True, "output_scores": True, "do_sample": False}
         if how.temperature:
             options |= {"do_sample": True, "temperature": how.temperature, "top_k": 0}
@@ -46,7 +44,9 @@ class TransformersGenerator(Actor):
         logprobs = scores.gather(1, tokens[:, None]).squeeze(1).tolist()
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
         end: FinishReason = "stop" if tokens[-1] == self.tokenizer.eos_token_id else "length"
-        return Completion(self.version, i, ids, text, tokens.tolist(), logprobs, end)
+        return Completion(
+            self.version, i, ids, text, tokens.tolist(), token_logprobs=logprobs, finish_reason=end
+        )
 
     @concurrent_endpoint
     async def cancel(self, group_ids: list[str]) -> None: ...

@@ -125,7 +125,7 @@ class Process:
             raise ActorError(ValueError("a bad prompt"))
         assert {sampling.n for sampling in sampling_config} == {1}
         return [
-            Completion(version, index, prompt, f"{name} {number}", [1], None, "stop")
+            Completion(version, index, prompt, f"{name} {number}", [1])
             for index, (prompt, name, number) in enumerate(
                 zip(prompts, group_ids, sample_numbers, strict=True)
             )

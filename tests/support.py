@@ -74,7 +74,7 @@ def a_rollout(turns: Any, *, sample: int = 0, group_id: str = "", **changes: Any
     for shown, sampled in turns:
         ids, origins = [token for token, _ in shown], [origin for _, origin in shown]
         logprobs = [-0.1 * token for token in sampled]
-        completion = Completion(3, 0, ids, "", sampled, logprobs, "stop")
+        completion = Completion(3, 0, ids, "", sampled, token_logprobs=logprobs)
         made.append(Rendered(ids, origins).then(completion))
     return replace(Rollout(made, [], group_id=group_id, sample=sample), **changes)
 

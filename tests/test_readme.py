@@ -90,7 +90,7 @@ def test_the_task_with_a_tool_can_be_played(tmp_path, monkeypatch):
     assert guess.spec["function"]["parameters"]["required"] == ["number"]
     assert guess.function(**guess.arguments({"number": "99999"}), state=state) == "lower"
     assert guess.function(number=example.expected_answer, state=state) == "right"
-    said = Completion(0, 0, [1], str(example.expected_answer), [2], None, "stop")
+    said = Completion(0, 0, [1], str(example.expected_answer), [2])
     [reward] = task.reward([Rollout([said], [], "finished", state)], example.expected_answer)
     assert (reward.value, reward.correct) == (0.5, True)
     config = replace(

@@ -14,7 +14,7 @@ from torchtitan_rl.tasks.sum_digits import SumDigits
 
 
 def completion(text: str, token_ids: tuple[int, ...] = (1, 200)) -> Completion:
-    return Completion(0, 0, [1], text, list(token_ids), [-1.0] * len(token_ids), "stop")
+    return Completion(0, 0, [1], text, list(token_ids))
 
 
 @pytest.fixture(scope="module")

@@ -302,8 +302,14 @@ def test_a_name_that_nobody_has_declared_is_refused():
         episode(mood=[1])
     with pytest.raises(AttributeError, match="no attribute and no column 'mood'"):
         _ = episode().mood
-    with pytest.raises(TypeError, match="an Episode needs advantage"):
-        Episode(0, [1], [2], reward=0.0, task="sums", group_id="a")
+
+
+@pytest.mark.parametrize("name", ["reward", "task", "group_id", "advantage"])
+def test_an_episode_needs_what_it_is_trained_and_counted_by(name):
+    given = {"reward": 0.0, "task": "sums", "group_id": "a", "advantage": 0.5}
+    assert Episode(0, [1], [2], **given).temperature == 1.0
+    with pytest.raises(TypeError, match=name):
+        Episode(0, [1], [2], **{key: value for key, value in given.items() if key != name})
 
 
 def test_an_episode_is_changed_by_making_another():

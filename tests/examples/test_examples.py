@@ -80,7 +80,7 @@ def test_the_tasks_reward(monkeypatch):
     from custom_task import Palindromes
 
     texts = ["abccba", "abcba", "abcabc", "abcbca", "xyyx", "abc", "a", ""]
-    said = [Completion(0, 0, [1], text, [2], None, "stop") for text in texts]
+    said = [Completion(0, 0, [1], text, [2]) for text in texts]
     task = Palindromes.Config().build(seed=0)
     rewards = task.reward([Rollout([c], [], "finished") for c in said], "abc")
     assert rewards == pytest.approx([1.1, 1.1, 0, 0.1, 0.1, 0, 0.1, 0.1])

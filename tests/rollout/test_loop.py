@@ -89,7 +89,9 @@ class Script:
         cut = ids[: sampling.max_tokens]
         reason = "stop" if cut == ids else "length"
         text = self.renderer.tokenizer.decode(cut, skip_special_tokens=True)
-        return Completion(1, 0, prompt, text, cut, [-0.5] * len(cut), reason)
+        return Completion(
+            1, 0, prompt, text, cut, token_logprobs=[-0.5] * len(cut), finish_reason=reason
+        )
 
     @staticmethod
     def message(said):
@@ -222,7 +224,7 @@ def scripted(renderer, groups, samples, responses=(), **limits):
 def says(renderer, content, **more):
     """A completion of whatever prompt is asked for."""
     ids = renderer.reply({"role": "assistant", "content": content, **more})
-    return lambda request: Completion(2, 0, request.prompt_token_ids, content, ids, None, "stop")
+    return lambda request: Completion(2, 0, request.prompt_token_ids, content, ids)
 
 
 @pytest.mark.parametrize(
@@ -254,10 +256,10 @@ async def test_every_rollout_has_an_outcome_of_its_own(renderer, task):
     prompt = group(renderer, "adds", n=5, task=task.Config().build())
 
     def strange(request):
-        return Completion(2, 0, [1, 2, 3], "", [4], None, "stop")
+        return Completion(2, 0, [1, 2, 3], "", [4])
 
     def nothing(request):
-        return Completion(2, 0, request.prompt_token_ids, "", [], None, "stop")
+        return Completion(2, 0, request.prompt_token_ids, "", [])
 
     failure = SampleFailure("failed", "ValueError: no such token")
     words = says(renderer, "bye")

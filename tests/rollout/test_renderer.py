@@ -28,7 +28,7 @@ def first_turn(renderer, completion, *, attributed=True):
 
 
 def sampled(shown, ids):
-    return Completion(0, 0, shown.token_ids, "", ids, [-1.0] * len(ids))
+    return Completion(0, 0, shown.token_ids, "", ids, token_logprobs=[-1.0] * len(ids))
 
 
 def reply(renderer, text):

@@ -15,7 +15,9 @@ from torchtitan_rl.rollout.sequences import merge_turns, turn_alphas
 
 def turn(prompt, completion, attributions=None, **columns):
     logprobs = [-0.1 * token for token in completion]
-    return Turn(Completion(0, 0, prompt, "", completion, logprobs, **columns), attributions)
+    return Turn(
+        Completion(0, 0, prompt, "", completion, token_logprobs=logprobs, **columns), attributions
+    )
 
 
 def ids_of(sequence):

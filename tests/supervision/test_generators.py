@@ -160,10 +160,7 @@ async def test_one_that_cannot_be_replaced_does_not_end_the_others():
             return self
 
         async def call_one(self, prompts, **_how):
-            return [
-                Completion(0, index, prompt, "", [1], None, "stop")
-                for index, prompt in enumerate(prompts)
-            ]
+            return [Completion(0, index, prompt, "", [1]) for index, prompt in enumerate(prompts)]
 
     async def spawn(number):
         started.append(number)

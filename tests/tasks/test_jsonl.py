@@ -45,7 +45,7 @@ def asked(example):
 
 
 def rollout(text):
-    return Rollout([Completion(0, 0, [1], text, [2], None, "stop")], [], "finished", {})
+    return Rollout([Completion(0, 0, [1], text, [2])], [], "finished", {})
 
 
 def test_an_epoch_asks_every_question_that_is_not_held_out_once(file):

@@ -21,7 +21,7 @@ def question(example):
 
 
 def rewards(texts, expected, **settings):
-    completions = [Completion(0, 0, [1], text, [2], [-1.0], "stop") for text in texts]
+    completions = [Completion(0, 0, [1], text, [2], token_logprobs=[-1.0]) for text in texts]
     return task(**settings).reward(completions, expected)
 
 
@@ -125,7 +125,7 @@ def demonstrations(sums, count):
         example = sums.train_example(-1 - index)
         text = sums.demonstration(example, random.Random(index))
         (reward,) = sums.reward(
-            [Completion(0, 0, [1], text, [2], [-1.0], "stop")], example.expected_answer
+            [Completion(0, 0, [1], text, [2], token_logprobs=[-1.0])], example.expected_answer
         )
         yield example, text, reward
 

@@ -19,7 +19,7 @@ def spelling(**settings):
 
 
 def score(task, text, expected):
-    rollout = Rollout([Completion(0, 0, [1], text, [2], None, "stop")], [], "finished")
+    rollout = Rollout([Completion(0, 0, [1], text, [2])], [], "finished")
     [reward] = task.reward([rollout], expected)
     return reward
 

@@ -95,7 +95,7 @@ class SimulatedGenerator(Actor):
         ids = rng.choices(VOCABULARY, k=rng.randint(1, sampling.max_tokens))
         logprobs = [-1.0] * len(ids) if sampling.logprobs else None
         text = " ".join(map(str, ids))
-        return Completion(self._version, index, prompt, text, ids, logprobs, "stop")
+        return Completion(self._version, index, prompt, text, ids, token_logprobs=logprobs)
 
     async def _decode(self, completion: Completion) -> None:
         async with self._seats:

@@ -11,9 +11,6 @@ import numpy as np
 
 from torchtitan_rl.core.columns import COLUMNS, checked
 
-_UNSET: Any = object()
-"""A keyword that was not given; None leaves a column out."""
-
 Message = dict[str, Any]
 """A chat message in OpenAI's form: `role`, `content`, and `tool_calls` or a tool's `name`."""
 
@@ -132,7 +129,7 @@ class Completion(WithColumns):
     finish_reason: FinishReason
     columns: dict[str, Any]
     """Per-token data of the generator, by column; any column that is declared may be given by its
-    name as a keyword, too."""
+    name as a keyword, too. One that is None is left out."""
 
     def __init__(
         self,
@@ -141,17 +138,14 @@ class Completion(WithColumns):
         prompt_token_ids: list[int],
         text: str,
         token_ids: list[int],
-        token_logprobs: list[float] | None = _UNSET,
-        finish_reason: FinishReason = "stop",
         *,
+        finish_reason: FinishReason = "stop",
         columns: dict[str, Any] | None = None,
         **more: Any,
     ) -> None:
         self.policy_version, self.prompt_idx = policy_version, prompt_idx
         self.prompt_token_ids, self.text, self.token_ids = prompt_token_ids, text, token_ids
         self.finish_reason = finish_reason
-        if token_logprobs is not _UNSET:
-            more["token_logprobs"] = token_logprobs
         self.columns = checked({**(columns or {}), **more})
 
 
@@ -207,7 +201,7 @@ class Rollout:
     turns: list[Turn]
     """The model's turns; completions may be given in their place."""
     messages: list[Message]
-    """The whole conversation, from the prompt to the model's last words."""
+    """The whole conversation, from the prompt to the model's last message."""
     status: Status = Status.FINISHED
     """How it ended."""
     state: dict[str, Any] = field(default_factory=dict)
@@ -287,19 +281,18 @@ class Episode(WithColumns):
     name: str
     """Name of its sequence, `<group>/<sample>/<number>`, for the token export."""
     columns: dict[str, Any]
-    """Per-token data, by column; each may be given by its name as a keyword, too."""
+    """Per-token data, by column; each may be given by its name as a keyword, too. One that is None
+    is left out; the advantage must be given."""
 
     def __init__(
         self,
         policy_version: int,
         prompt_token_ids: list[int],
         token_ids: list[int],
-        token_logprobs: list[float] | None = _UNSET,
-        reward: float = _UNSET,
-        advantage: float = _UNSET,
-        task: str = _UNSET,
-        group_id: str = _UNSET,
         *,
+        reward: float,
+        task: str,
+        group_id: str,
         name: str = "",
         columns: dict[str, Any] | None = None,
         **more: Any,
@@ -307,14 +300,9 @@ class Episode(WithColumns):
         self.policy_version = policy_version
         self.prompt_token_ids, self.token_ids = prompt_token_ids, token_ids
         self.reward, self.task, self.group_id, self.name = reward, task, group_id, name
-        for column, given in (("token_logprobs", token_logprobs), ("advantage", advantage)):
-            if given is not _UNSET:
-                more[column] = given
         self.columns = checked({"temperature": 1.0, "weight": 1.0, **(columns or {}), **more})
-        needed = {"reward": reward, "task": task, "group_id": group_id}
-        missing = [field for field, given in needed.items() if given is _UNSET]
-        if missing or "advantage" not in self.columns:
-            raise TypeError(f"an Episode needs {', '.join(missing or ['advantage'])}")
+        if "advantage" not in self.columns:  # the one column without a default
+            raise TypeError("an Episode needs an advantage")
 
     @property
     def advantage(self) -> float:
