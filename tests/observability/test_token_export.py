@@ -18,7 +18,7 @@ from torchtitan_rl.algorithms.policy_loss import LossOutput
 from torchtitan_rl.batching.grid import make_grid
 from torchtitan_rl.batching.schema import loss_mask
 from torchtitan_rl.observability import token_export
-from torchtitan_rl.observability.token_export import TokenExport, token_columns, token_records
+from torchtitan_rl.observability.token_export import TokenExport, cell_columns, token_records
 
 LISTS = (
     *("tokens", "positions", "rl", "echo", "advantage", "token_logprobs", "trainer_logprobs"),
@@ -35,7 +35,7 @@ def columns(cell, old=None):
     third = torch.arange(int(cell.streams["loss_mask"].sum())) % 3
     entropies = torch.full_like(logprobs, 0.5)
     output = LossOutput(logprobs.sum(), high=third == 1, low=third == 2)
-    return token_columns(cell, logprobs, entropies, output)
+    return cell_columns(cell, logprobs, entropies, output)
 
 
 def records_of(episodes, **options):

@@ -16,7 +16,7 @@ from torchtitan_rl.observability.json_lines import read_lines
 from torchtitan_rl.rollout.episodes import make_batch
 from torchtitan_rl.rollout.replay import open_replay
 from torchtitan_rl.run.controller import Controller
-from torchtitan_rl.view.sequences import token_columns
+from torchtitan_rl.view.sequences import page_columns
 
 BACKEND = "tests.rollout.surprising_generator"
 
@@ -62,7 +62,7 @@ async def test_a_field_that_the_generator_makes_is_found_wherever_its_tokens_go(
         [sequence] = saved["sequences"]
         assert sequence["surprise"] == expected(sequence["token_ids"])
         # The page shows it under its own name, as it knows no declaration.
-        shown = token_columns(sequence, 1.0, None)
+        shown = page_columns(sequence, 1.0, None)
         assert shown["own"] == ["surprise"]
         assert shown["surprise"][shown["prompt"] :] == sequence["surprise"]
 

@@ -14,7 +14,7 @@ from torchtitan_rl.view.columns import COLUMNS, columns_of
 from torchtitan_rl.view.lines import line_at, objects, parse, tail
 from torchtitan_rl.view.query import BadRequest, Query, contains, may_contain, preview
 from torchtitan_rl.view.runs import NotARun, find_runs
-from torchtitan_rl.view.sequences import segments, token_columns
+from torchtitan_rl.view.sequences import page_columns, segments
 from torchtitan_rl.view.viewer import to_json
 
 TEXTS = st.sampled_from(["", "a", "12", "ä\n", "\x00", "\ud800", "<script>", "'; --"])
@@ -189,8 +189,8 @@ def test_tokens_have_columns_of_one_length(tmp_path):
     record = run.record(3, 1, 0)
     [sequence] = record["sequences"]
     length = len(sequence["prompt_token_ids"]) + len(sequence["token_ids"])
-    plain = token_columns(sequence, 0.5, None)
-    rich = token_columns(sequence, 0.5, export_of(record, run.random))
+    plain = page_columns(sequence, 0.5, None)
+    rich = page_columns(sequence, 0.5, export_of(record, run.random))
     for columns in (plain, rich):
         assert columns.pop("own") == []
         assert {len(v) for v in columns.values() if isinstance(v, list)} == {length}
@@ -199,7 +199,7 @@ def test_tokens_have_columns_of_one_length(tmp_path):
     assert rich["exported"]
     assert "ratios" in rich
     other = {**export_of(record, run.random), "tokens": [1] * length}
-    assert token_columns(sequence, 0.5, other) == {**plain, "own": []}
+    assert page_columns(sequence, 0.5, other) == {**plain, "own": []}
     turns = segments(plain, record["messages"])
     assert [turn["who"] for turn in turns] == ["prompt", "assistant", "tool", "assistant"]
     assert turns[0]["start"] == 0
@@ -216,7 +216,7 @@ def test_tokens_have_columns_of_one_length(tmp_path):
     )
 )
 def test_a_sequence_may_hold_anything(sequence):
-    columns = token_columns(sequence, None, sequence)
+    columns = page_columns(sequence, None, sequence)
     turns = segments(columns, [None, {"role": 3}])
     assert sum(turn["end"] - turn["start"] for turn in turns) == len(columns["tokens"])
 

@@ -43,6 +43,14 @@ class EngineConfig:
                 f"engine.max_model_len ({self.max_model_len})"
             )
 
+    def check_room(self, sampling: SamplingConfig, *, where: str) -> None:
+        """Refuse completions that leave no room for a prompt; `where` names their settings."""
+        if sampling.max_tokens >= self.max_model_len:
+            raise ValueError(
+                f"{where}.max_tokens ({sampling.max_tokens}) leaves no room for a prompt in "
+                f"generator.engine.max_model_len ({self.max_model_len})"
+            )
+
 
 @refuse_old_names("generator")
 @dataclass(kw_only=True, slots=True)
@@ -70,8 +78,4 @@ class GeneratorConfig:
             raise ValueError(f"generator.replicas must be positive; got {self.replicas}")
         if self.tensor_parallel_degree < 1:
             raise ValueError("generator.tensor_parallel_degree must be at least 1")
-        if self.sampling.max_tokens >= self.engine.max_model_len:
-            raise ValueError(
-                f"generator.sampling.max_tokens ({self.sampling.max_tokens}) leaves no room "
-                f"for a prompt in generator.engine.max_model_len ({self.engine.max_model_len})"
-            )
+        self.engine.check_room(self.sampling, where="generator.sampling")

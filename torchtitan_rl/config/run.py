@@ -106,11 +106,7 @@ class RunConfig:
                 f"with one sample per prompt every {self.advantage.name!r} advantage is 0; use "
                 f"{where}.n of 2 or more, or advantage.name 'reward'"
             )
-        if sampling.max_tokens >= self.generator.engine.max_model_len:
-            raise ValueError(
-                f"{where}.max_tokens ({sampling.max_tokens}) leaves no room for a prompt in "
-                f"generator.engine.max_model_len ({self.generator.engine.max_model_len})"
-            )
+        self.generator.engine.check_room(sampling, where=where)
 
     def _check_limits(self) -> None:
         """Limits of one group of settings against those of another."""

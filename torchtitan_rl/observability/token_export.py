@@ -63,7 +63,7 @@ class TokenExport:
         """Keep what was computed for a microbatch; padding is left out. Call this on the thread
         that trains."""
         if cell.real:
-            self._rows.append((cell, token_columns(cell, logprobs, entropies, output)))
+            self._rows.append((cell, cell_columns(cell, logprobs, entropies, output)))
 
     def write(self, step: int) -> None:
         """Start writing the rows added since the last step; an error of the last file is raised."""
@@ -87,7 +87,7 @@ class TokenExport:
 
 
 def token_records(cell: Microbatch, known: Columns) -> Iterator[dict[str, Any]]:
-    """A record for each sequence of a microbatch, cut from its `token_columns`.
+    """A record for each sequence of a microbatch, cut from its `cell_columns`.
 
     A column is a list with a value for every token of prompt and completion, null where a token has
     none. A prompt that several sequences share is repeated in each.
@@ -112,7 +112,7 @@ def token_records(cell: Microbatch, known: Columns) -> Iterator[dict[str, Any]]:
         yield record
 
 
-def token_columns(
+def cell_columns(
     cell: Microbatch, logprobs: torch.Tensor, entropies: torch.Tensor, output: LossOutput
 ) -> Columns:
     """Columns with a value for each token of the row, NaN where there is none. `logprobs` and

@@ -58,9 +58,6 @@ class ActorSet:
         await actors.stop()
     """
 
-    trainer: Spawned
-    generators: Generators
-    graders: Graders
     environments: Environments | None = None
     """Only if a task has tools, or answers the model."""
     references: References | None = None
@@ -77,7 +74,7 @@ class ActorSet:
         self._config, self._folder = config, folder
         self._model = str(model_folder(config))
         self._placements = place_actors(config)
-        self._trainers: list[Spawned] = []
+        self._trainer: Spawned | None = None
         deadline = config.supervision.deadline_seconds
         self.generators = Generators(
             self._spawn_generator,
@@ -107,6 +104,12 @@ class ActorSet:
         await together(*starting)
 
     @property
+    def trainer(self) -> Spawned:
+        """The trainer's mesh, once it has started."""
+        assert self._trainer is not None, "the trainer has not started"
+        return self._trainer
+
+    @property
     def hosts(self) -> set[str]:
         """The machines between which weights travel."""
         return {self.trainer.host, *self.generators.pool.hosts}
@@ -128,7 +131,7 @@ class ActorSet:
         kinds = (self.generators, self.graders, self.environments, self.references)
         await asyncio.gather(
             *(kind.pool.stop() for kind in kinds if kind is not None),
-            *(trainer.stop() for trainer in self._trainers),
+            *([self._trainer.stop()] if self._trainer else []),
             return_exceptions=True,
         )
         # What the `file` transport leaves if its process is killed before it has cleaned up.
@@ -136,7 +139,7 @@ class ActorSet:
 
     async def _start_trainer(self) -> None:
         config = self._config
-        self.trainer = await spawn_trainer(
+        self._trainer = await spawn_trainer(
             config.trainer,
             model=self._model,
             steps=config.steps,
@@ -149,7 +152,6 @@ class ActorSet:
             placement=self._placements.trainer,
             log_file=self._folder.log_file("trainer"),
         )
-        self._trainers.append(self.trainer)
 
     async def _spawn_generator(self, number: int) -> Spawned:
         config = self._config

@@ -28,7 +28,7 @@ TAKEN = frozenset((*EXPORTED, "own", "exported", "segments", "text"))
 """Names that the page uses for something else."""
 
 
-def token_columns(
+def page_columns(
     sequence: dict[str, Any],
     advantage: float | None,
     export: dict[str, Any] | None,
@@ -43,7 +43,7 @@ def token_columns(
 
     Example:
         >>> one = {"prompt_token_ids": [1], "token_ids": [2], "token_logprobs": [-0.5]}
-        >>> token_columns(one, 1.0, None)  # doctest: +NORMALIZE_WHITESPACE
+        >>> page_columns(one, 1.0, None)  # doctest: +NORMALIZE_WHITESPACE
         {'tokens': [1, 2], 'prompt': 1, 'sampled': [0, 1], 'rl': [0, 1], 'advantage': [None, 1.0],
          'token_logprobs': [None, -0.5], 'own': [], 'exported': False}
     """

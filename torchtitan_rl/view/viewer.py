@@ -17,7 +17,7 @@ from torchtitan_rl.view.index import Index
 from torchtitan_rl.view.lines import line_at, parse, tail
 from torchtitan_rl.view.query import WITH_FILE, BadRequest, Query, listing, summary
 from torchtitan_rl.view.runs import NotARun, find_runs
-from torchtitan_rl.view.sequences import segments, token_columns
+from torchtitan_rl.view.sequences import page_columns, segments
 
 
 class NotFound(TorchtitanRLError, LookupError):
@@ -170,7 +170,7 @@ class Viewer:
             if not isinstance(sequence, dict):
                 continue
             export = self._export(connection, run, row, f"{row['group']}/{row['sample']}/{i}")
-            columns = token_columns(
+            columns = page_columns(
                 sequence, row["advantage"], export, trained=row["split"] == "train"
             )
             columns["segments"] = segments(columns, messages if isinstance(messages, list) else [])
