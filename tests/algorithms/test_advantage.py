@@ -126,7 +126,7 @@ def test_a_groups_advantages_sum_to_zero(name, rewards):
 @settings(deadline=None, max_examples=50)
 @given(reward=st.sampled_from([0.0, 0.1, 0.7, 1.0, 1.1, -0.3]), size=st.integers(1, 16))
 def test_equal_rewards_give_exactly_zero(name, reward, size):
-    # Exactly, not nearly: such a group is dropped because none of its advantages is true.
+    # Exactly, not nearly: such a group is left out because none of its advantages is true.
     assert advantages(name, [reward] * size) == [0.0] * size
 
 

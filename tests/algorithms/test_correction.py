@@ -87,7 +87,7 @@ def test_all_steps_together_in_their_order():
     weights, metrics = corrected(EVERYTHING, w, sequences)
     assert weights == pytest.approx(expected)
     importance = [min(x, 2) for x in w]
-    # What an earlier step has dropped is not counted again; all tokens are what shares are of.
+    # What an earlier step has masked is not counted again; all tokens are what shares are of.
     assert metrics == pytest.approx(
         {
             "correction/sequence_outliers_share": 2 / 11,
@@ -157,7 +157,7 @@ def test_weights_are_finite_and_never_negative_for_any_difference(tokens, config
     assert done.weights.isfinite().all()
     assert (done.weights >= 0).all()
     assert all(map(math.isfinite, flatten(done.metrics).values()))
-    assert ((done.weights > 0) | done.high | done.low).all()  # what is dropped says why
+    assert ((done.weights > 0) | done.high | done.low).all()  # what is masked says why
 
 
 ratios = st.sampled_from([1e-5, 0.3, 0.7, 0.98, 1.0, 1.005, 1.2, 3.0, 7.0, 300.0])

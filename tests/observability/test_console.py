@@ -37,7 +37,7 @@ TRAINED = {
             "step   12  │ 198 overlong episodes truncated",
         ),
         (
-            {"groups/dropped/all": 2.0, "groups/partial/all": 1.0},
+            {"groups/failed/all": 2.0, "groups/partial/all": 1.0},
             "step   12  │ 2 groups failed  │ 1 group lost samples",
         ),
         (

@@ -47,8 +47,8 @@ THREE = [a_rollout(ONE_TURN, sample=number) for number in range(3)]
             False,
         ),
         (
-            [record.dropped("not useful") for record in records(*THREE, lost=[EMPTY])],
-            {"dropped": 3, "empty": 1},
+            [record.discarded("not useful") for record in records(*THREE, lost=[EMPTY])],
+            {"not_useful": 3, "empty": 1},
             True,
         ),
         (
@@ -64,7 +64,7 @@ def test_every_rollout_of_a_group_is_accounted_for_once(group, counts, partial):
     assert {failure.kind: failure.rollouts for failure in failures} == counts
     metrics = failure_metrics(failures, ["low_tokens"])
     assert metrics["groups/partial/all"] == partial
-    assert metrics["groups/dropped/all"] == (not partial)
+    assert metrics["groups/failed/all"] == (not partial)
     assert all(metrics[f"rollouts/{kind}/low_tokens"] == counts[kind] for kind in counts)
 
 
@@ -100,7 +100,7 @@ def test_of_two_new_reasons_one_is_said_at_a_time(failures, capsys):
 
 
 def test_what_was_left_out_on_purpose_is_no_failure(failures, capsys):
-    failures.of_step(0, [record.dropped("not useful") for record in records(*THREE)])
+    failures.of_step(0, [record.discarded("not useful") for record in records(*THREE)])
     assert capsys.readouterr().out == ""
 
 

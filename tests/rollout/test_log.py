@@ -1,4 +1,4 @@
-"""Every rollout on disk: trained, untrained, evaluated or dropped, exactly once and in full."""
+"""Every rollout on disk: trained, untrained, evaluated or discarded, exactly once and in full."""
 
 import asyncio
 import json
@@ -125,9 +125,9 @@ async def test_a_sample_and_a_reward_that_failed_say_why(tmp_path):
     lost = await saved(tmp_path, records)
     assert [(r["split"], r["status"], r["failure"], r["reward"]) for r in lost] == [
         ("train", "finished", "", 1.0),
-        ("dropped", "empty", "nothing was sampled", None),
-        ("dropped", "failed", "it raised KeyError", None),
-        ("dropped", "failed", "it raised KeyError", None),
+        ("discarded", "empty", "nothing was sampled", None),
+        ("discarded", "failed", "it raised KeyError", None),
+        ("discarded", "failed", "it raised KeyError", None),
     ]
     assert [r["sample"] for r in lost] == [0, 1, 0, 1]
     assert all(r["sequences"] for r in lost)
@@ -148,7 +148,7 @@ async def test_rewards_that_all_fail_are_no_accident():
 @pytest.mark.parametrize(
     ("kind", "finished", "status", "rewards"),
     [
-        ("dropped", True, "finished", [1.0, 0.0]),
+        ("discarded", True, "finished", [1.0, 0.0]),
         ("cancelled", True, "cancelled", [1.0, 0.0]),
         ("cancelled", False, "cancelled", [None, None]),
         ("timed_out", False, "timed_out", [None, None]),
@@ -162,7 +162,7 @@ async def test_a_discarded_group_says_why(tmp_path, kind, finished, status, rewa
     records = dropped_records(Discarded(loop, 3, 7, kind, "the reason", result))
     records = await saved(tmp_path, records)
     assert [(r["split"], r["status"], r["failure"]) for r in records] == [
-        ("dropped", status, "the reason")
+        ("discarded", status, "the reason")
     ] * 2
     assert [r["reward"] for r in records] == rewards
     assert [r["sample"] for r in records] == [0, 1]

@@ -36,7 +36,7 @@ def sampled(turns, sample):
 
 
 def a_step():
-    """Turns, echo, a group without signal for RL, a dropped one, and some untrained."""
+    """Turns, echo, a group without signal for RL, a discarded one, and some untrained."""
     echo = EchoConfig(tool=ToolEcho(alpha=0.1))
     groups = [
         ([TWO_TURNS, ONE_TURN], [1.0, 0.3], {"echo": echo, "name": "other", "number": 9}),
@@ -49,7 +49,7 @@ def a_step():
         numbered = [sampled(turns, i) for i, turns in enumerate(rollouts)]
         group = scored_group(*numbered, rewards=rewards, **prompt)
         made.append(annotate(group, ADVANTAGE, untrained_share=0.3))
-    made[3] = [record.dropped("took longer than 5 s", Status.TIMED_OUT) for record in made[3]]
+    made[3] = [record.discarded("took longer than 5 s", Status.TIMED_OUT) for record in made[3]]
     return [record for records in made for record in records]
 
 
@@ -73,7 +73,7 @@ def replay_of(folder, *, steps=2, tasks=TASKS, model=MODEL, **changes):
 
 def test_the_same_values_are_read_and_the_same_batch_is_made_of_them(saved):
     folder, records = saved
-    live = [record for record in records if record.split != "dropped"]
+    live = [record for record in records if record.split != "discarded"]
     read = replay_of(folder).records(1)
     assert repr(read) == repr(live)  # NaN is not equal to itself
     batch, again = make_batch(records), make_batch(read)

@@ -134,9 +134,9 @@ def test_dynamic_sampling_goes_on_until_enough_are_useful_or_all_are_tried(usefu
     assert run(train(stream, 2)) == batches
     tried = starts(stream)
     assert len(tried) == len(set(tried)) <= 10
-    dropped = stream.take_discarded()
-    assert {end.kind for end in dropped} <= {"dropped"}
-    assert len(dropped) == stream.counts["dropped"] == len(tried) - sum(map(len, batches))
+    discarded = stream.take_discarded()
+    assert {end.kind for end in discarded} <= {"not_useful"}
+    assert len(discarded) == stream.counts["not_useful"] == len(tried) - sum(map(len, batches))
 
 
 def test_oversampling_cancels_the_slowest_when_the_step_is_full():

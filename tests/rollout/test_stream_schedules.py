@@ -51,7 +51,7 @@ class World:
             return "failed", seconds
         if fate < self.fail + self.hang:
             return "timed_out", None
-        return ("dropped" if rng.random() < (self.useless or 0.0) else "useful"), seconds
+        return ("not_useful" if rng.random() < (self.useless or 0.0) else "useful"), seconds
 
     def expected(self, step):
         """The groups of a step, by trying one after the other."""
@@ -60,7 +60,7 @@ class World:
             index = self.config.index(step, number)
             number += 1
             fate = self.fate(index)[0]
-            tried += fate in ("dropped", "useful")
+            tried += fate in ("not_useful", "useful")
             found += [index] * (fate == "useful")
         return found
 
@@ -149,13 +149,13 @@ async def closed(stream, batches):
     for end in discarded:
         fate = stream.world.fate(end.index)[0]
         assert end.reason
-        if end.kind in ("failed", "dropped"):
+        if end.kind in ("failed", "not_useful"):
             assert fate == end.kind
         elif end.kind == "timed_out":
             assert fate == "timed_out" or stream.world.engine
         else:
             assert end.kind == "cancelled"
-    for kind in ("dropped", "failed", "timed_out", "cancelled"):
+    for kind in ("not_useful", "failed", "timed_out", "cancelled"):
         assert stream.counts[kind] == sum(end.kind == kind for end in discarded)
     assert stream.counts["trained"] == len(trained)
     stopped = stream.started

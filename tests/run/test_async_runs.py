@@ -106,7 +106,7 @@ async def test_generation_runs_ahead_and_survives_its_generators(tmp_path, tiny_
     deaths = controller.actors.generators.pool.deaths.total
     assert sum(row["generators/died"] for row in rows) == deaths
     assert deaths >= 1
-    assert all(row["groups/dropped/all"] == 0 for row in rows)
+    assert all(row["groups/failed/all"] == 0 for row in rows)
     assert not (tmp_path / "run" / "logs" / "failures.jsonl").exists()
 
 
@@ -121,7 +121,7 @@ async def test_reward_functions_that_fail_cost_their_group(tmp_path, tiny_model,
         max_offpolicy_steps=ahead,
     )
     rows, _ = await steps(config, 3)
-    assert sum(row["groups/dropped/moody"] for row in rows) >= 2
+    assert sum(row["groups/failed/moody"] for row in rows) >= 2
     said = capsys.readouterr().out
     assert said.count("failed: reward function of task 'moody'") == 1  # not every step again
     assert sum(row["rollouts/failed/all"] for row in rows) >= 8
@@ -138,10 +138,10 @@ async def test_reward_functions_that_fail_cost_their_group(tmp_path, tiny_model,
     spares = {name for name in trained if re.fullmatch(r"moody/train/spare-\d-\d", name)}
     assert bool(spares) == bool(ahead)
     assert {name for name in trained - spares if len(name) > len("moody/train/99")} == set()
-    dropped = [record for record in saved(tmp_path) if record["split"] == "dropped"]
-    assert len(dropped) == sum(row["rollouts/failed/all"] for row in rows)
-    assert all("raised KeyError" in record["failure"] for record in dropped)
-    assert all(record["reward"] is None and record["sequences"] for record in dropped)
+    discarded = [record for record in saved(tmp_path) if record["split"] == "discarded"]
+    assert len(discarded) == sum(row["rollouts/failed/all"] for row in rows)
+    assert all("raised KeyError" in record["failure"] for record in discarded)
+    assert all(record["reward"] is None and record["sequences"] for record in discarded)
 
 
 async def test_a_reward_function_that_always_fails_ends_the_run(tmp_path, tiny_model):
@@ -175,7 +175,7 @@ async def test_dynamic_sampling_keeps_what_teaches(tmp_path, tiny_model):
     )
     rows, _ = await steps(config, 2)
     assert all(row["episodes"] == 8 for row in rows)
-    not_useful = [r for r in saved(tmp_path) if r["split"] == "dropped"]
+    not_useful = [r for r in saved(tmp_path) if r["split"] == "discarded"]
     assert {r["failure"] for r in not_useful} == {"not useful"}
-    assert len(not_useful) == sum(row.get("rollouts/dropped/all", 0) for row in rows) > 0
+    assert len(not_useful) == sum(row.get("rollouts/not_useful/all", 0) for row in rows) > 0
     assert all(r["reward"] is not None and r["status"] != "failed" for r in not_useful)

@@ -155,10 +155,10 @@ def test_spans_of_a_window(client):
     "values", [{}, {"reward_parts": [1]}, {"sequences": [3, {"token_ids": "x"}]}]
 )
 def test_a_dropped_or_odd_rollout_can_be_shown(client, run, values):
-    record = {"split": "dropped", "status": "failed", "failure": "it died", "reward": None}
+    record = {"split": "discarded", "status": "failed", "failure": "it died", "reward": None}
     write_lines(run.folder / "rollouts/step-000099.jsonl", [{**record, **values}])
     client.update()
-    [row] = client.ask("rollouts", split="dropped")["rows"]
+    [row] = client.ask("rollouts", split="discarded")["rows"]
     assert (row["step"], row["preview"]) == (99, "it died")
     assert client.ask("rollout", key=row["key"])["http"] == 200
 

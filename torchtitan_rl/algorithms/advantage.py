@@ -77,7 +77,7 @@ def length_penalty(group: Sequence[ScoredCompletion]) -> list[ScoredCompletion]:
 
 def _mean(rewards: torch.Tensor) -> torch.Tensor:
     # Exact for equal rewards: their advantages must be 0 and not 1e-17, for the group to be
-    # dropped.
+    # left out.
     return rewards[0] + (rewards - rewards[0]).mean()
 
 

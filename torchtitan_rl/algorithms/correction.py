@@ -21,16 +21,16 @@ class Corrected:
     weights: torch.Tensor
     """Factor of each token's loss; 0 where a mask drops the token."""
     high: torch.Tensor
-    """Tokens that are dropped, or capped, because a ratio is too high."""
+    """Tokens that are masked, or capped, because a ratio is too high."""
     low: torch.Tensor
-    """Tokens that are dropped because a ratio is too low."""
+    """Tokens that are masked because a ratio is too low."""
     metrics: Metrics = field(default_factory=dict)
 
-    def drop(self, name: str, high: torch.Tensor, low: torch.Tensor) -> None:
-        """Drop the tokens that a mask finds too high or too low."""
+    def mask(self, name: str, high: torch.Tensor, low: torch.Tensor) -> None:
+        """Mask the tokens whose ratio is too high or too low."""
         outside = high | low
-        dropped = ((self.weights > 0) & outside).sum().item()
-        self.metrics[f"correction/{name}_share"] = Mean(dropped, float(outside.numel()))
+        masked = ((self.weights > 0) & outside).sum().item()
+        self.metrics[f"correction/{name}_share"] = Mean(masked, float(outside.numel()))
         self.weights = self.weights * ~outside
         self.high, self.low = self.high | high, self.low | low
 
@@ -43,8 +43,8 @@ def correction_weights(
 ) -> Corrected:
     """Factors for the loss of each token; all tensors are [tokens], without gradient.
 
-    Masks look at all tokens of a sequence, also at those that an earlier mask has dropped. A share
-    in the metrics counts the tokens that a mask drops and no earlier one has.
+    Masks look at all tokens of a sequence, also at those that an earlier mask has left out. A share
+    in the metrics counts the tokens that a mask leaves out and no earlier one has.
     """
     log_w = (old_logprobs - generator_logprobs).detach().float().clamp(-20.0, 20.0)
     w = log_w.exp()
@@ -55,9 +55,9 @@ def correction_weights(
             sequence_sums(outliers.float(), sequence_ids) > 0
             for outliers in _outside(config, "sequence_outliers", w)
         )
-        done.drop("sequence_outliers", high, low)
+        done.mask("sequence_outliers", high, low)
     if config.token_mask != "off":
-        done.drop("token_mask", *_outside(config, "token_mask", w))
+        done.mask("token_mask", *_outside(config, "token_mask", w))
     if config.importance_weight != "off":
         by_token = config.importance_weight == "token"
         importance = w if by_token else sequence_sums(log_w, sequence_ids).exp()
@@ -68,7 +68,7 @@ def correction_weights(
     if config.sequence_mask != "off":
         over = sequence_means if config.sequence_mask == "geometric" else sequence_sums
         value = over(log_w, sequence_ids).exp()
-        done.drop("sequence_mask", *_outside(config, "sequence_mask", value))
+        done.mask("sequence_mask", *_outside(config, "sequence_mask", value))
     return done
 
 

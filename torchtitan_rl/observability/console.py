@@ -90,7 +90,7 @@ def step_line(step: int, values: Mapping[str, float]) -> str:
     for done in ("truncated", "dropped"):
         if count := values.get(f"overlong/{done}"):
             parts.append(f"│ {count:.0f} overlong episodes {done}")
-    for key, what in (("dropped", "failed"), ("partial", "lost samples")):
+    for key, what in (("failed", "failed"), ("partial", "lost samples")):
         if count := values.get(f"groups/{key}/all"):
             parts.append(f"│ {count:.0f} group{'s' * (count > 1)} {what}")
     if "eval/accuracy" in values:

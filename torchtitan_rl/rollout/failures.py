@@ -13,7 +13,7 @@ LONGEST_REASON = 400
 """Characters of a reason on the console; the log has all of it."""
 
 
-CHOSEN = ("dropped", "cancelled")
+CHOSEN = ("not_useful", "cancelled")
 """Kinds of failures that are none: dynamic sampling and oversampling leave groups out."""
 
 

@@ -11,7 +11,7 @@ from torchtitan_rl.rollout.record import RolloutRecord
 
 
 def rollout_metrics(records: Iterable[RolloutRecord], interactive: Collection[str] = ()) -> Metrics:
-    """`{metric}/{all,<task>}` over the graded rollouts of a step that were not dropped; those of
+    """`{metric}/{all,<task>}` over the graded rollouts of a step that were not discarded; those of
     `interactive` tasks also have metrics of turns, tools and how they ended.
 
     Example:
@@ -29,8 +29,8 @@ def rollout_metrics(records: Iterable[RolloutRecord], interactive: Collection[st
 
 
 def graded(records: Iterable[RolloutRecord]) -> list[RolloutRecord]:
-    """The rollouts with a reward that were not dropped."""
-    return [r for r in records if r.split != "dropped" and r.reward is not None]
+    """The rollouts with a reward that were not discarded."""
+    return [r for r in records if r.split != "discarded" and r.reward is not None]
 
 
 def _values(record: RolloutRecord) -> dict[str, float]:
@@ -62,15 +62,15 @@ def failure_metrics(failures: Iterable[Failure], tasks: Iterable[str]) -> dict[s
     for who in ("all", *tasks):
         for kind in ("failed", "timed_out", "empty"):
             counts[f"rollouts/{kind}/{who}"] = 0.0
-    partial, dropped = defaultdict[str, set](set), defaultdict[str, set](set)
+    partial, failed = defaultdict[str, set](set), defaultdict[str, set](set)
     for failure in failures:
         for who in ("all", failure.task):
             counts[f"rollouts/{failure.kind}/{who}"] += failure.rollouts
             if failure.kind not in CHOSEN:
-                (partial if failure.partial else dropped)[who].add(failure.group)
+                (partial if failure.partial else failed)[who].add(failure.group)
     for who in ("all", *tasks):
         counts[f"groups/partial/{who}"] = len(partial[who])
-        counts[f"groups/dropped/{who}"] = len(dropped[who])
+        counts[f"groups/failed/{who}"] = len(failed[who])
     return dict(counts)
 
 

@@ -16,11 +16,12 @@ from torchtitan_rl.rollout.groups import PromptGroup, ScoredGroup
 from torchtitan_rl.rollout.record_schema import SCHEMA, upgraded
 from torchtitan_rl.rollout.sequences import TokenSequence, merge_turns
 
-Split = Literal["train", "untrained", "evaluation", "dropped"]
+Split = Literal["train", "untrained", "evaluation", "discarded"]
 """Purpose of a rollout: it trains; it is measured and never trained on; it is greedy, of a
-held-out prompt; or it came to nothing, or is not useful, and `failure` says why."""
-FailureKind = Literal["failed", "empty", "timed_out", "cancelled", "dropped"]
-"""How a rollout was lost: as `Status` says, or its group was not useful and dropped."""
+held-out prompt; or it is discarded, and `failure` says why: it came to nothing, or its group is not
+needed."""
+FailureKind = Literal["failed", "empty", "timed_out", "cancelled", "not_useful"]
+"""Why a rollout was discarded: as `Status` says, or dynamic sampling had no use for its group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class RolloutRecord:
     """None if it is not to train."""
     status: Status
     failure: str
-    """Why it came to nothing, why its environment failed, or why it was dropped."""
+    """Why it came to nothing, why its environment failed, or why it was discarded."""
     turns: int
     """Turns of the model."""
     tokens: int
@@ -109,18 +110,18 @@ class RolloutRecord:
 
     @property
     def failure_kind(self) -> FailureKind | None:
-        """How the rollout was lost, if it was."""
-        if self.split != "dropped":
+        """Why the rollout was discarded, if it was."""
+        if self.split != "discarded":
             return None
-        return "dropped" if self.status.ended else self.status.value  # type: ignore[return-value]
+        return "not_useful" if self.status.ended else self.status.value  # type: ignore[return-value]
 
-    def dropped(self, reason: str, status: Status | None = None) -> "RolloutRecord":
+    def discarded(self, reason: str, status: Status | None = None) -> "RolloutRecord":
         """The record of a rollout that is not trained on; without a `status` it has ended like any
         other. One that came to nothing before keeps its reason."""
-        if self.split == "dropped":
+        if self.split == "discarded":
             return self
         ended = self.status if status is None else status
-        return replace(self, split="dropped", advantage=None, failure=reason, status=ended)
+        return replace(self, split="discarded", advantage=None, failure=reason, status=ended)
 
     def to_json(self, step: int) -> dict[str, Any]:
         """The object that stands for the rollout in the files of a step; `from_json` reads it."""
@@ -144,7 +145,7 @@ class RolloutRecord:
 
 def lost_records(prompt: PromptGroup, lost: Iterable[Rollout]) -> list[RolloutRecord]:
     """The records of rollouts that came to nothing."""
-    return [RolloutRecord.of(prompt, rollout, split="dropped") for rollout in lost]
+    return [RolloutRecord.of(prompt, rollout, split="discarded") for rollout in lost]
 
 
 def evaluation_records(group: ScoredGroup) -> list[RolloutRecord]:

@@ -5,7 +5,8 @@ from typing import Any
 SCHEMA = 2
 """Schema number of the records; it goes up when a reader of older ones would misunderstand them.
 
-1: a sequence had names of its own for its columns, and the untrained share was called held out.
+1: a sequence had names of its own for its columns; the untrained share was called held out, and
+   discarded rollouts dropped.
 2: a sequence has the names that Completion and Episode have.
 """
 
@@ -19,6 +20,8 @@ RENAMED_SINCE_1 = {
     "experts": "routed_experts",
 }
 """Names in a sequence: of schema 1, and now."""
+RENAMED_SPLITS = {"held out": "untrained", "dropped": "discarded"}
+"""Names of splits: of schema 1, and now."""
 
 
 def upgraded(record: dict[str, Any]) -> dict[str, Any]:
@@ -40,7 +43,7 @@ def upgraded(record: dict[str, Any]) -> dict[str, Any]:
 
 def upgraded_split(split: Any) -> Any:
     """The name that a split has now."""
-    return "untrained" if split == "held out" else split
+    return RENAMED_SPLITS.get(split, split) if isinstance(split, str) else split
 
 
 def _upgraded_sequence(sequence: Any) -> Any:

@@ -47,7 +47,7 @@ class RolloutStream(Generic[Work, Result]):
     `start(index)` makes a group's work, `play(work)` does it: it rolls the group out and returns
     what became of it. A group is one failure when `play` raises or takes too long.
     `finish(result)`, if given, turns it into what a step gets; an error there is no chance failure,
-    and ends the stream. With `useful`, results that are not are dropped: dynamic sampling.
+    and ends the stream. With `useful`, results that are not are discarded: dynamic sampling.
     `end_step` is the number of steps of the run: nothing is started for later ones.
 
     `started == running + waiting + sum(counts.values())`, always: a group ends exactly once.
@@ -231,7 +231,7 @@ class RolloutStream(Generic[Work, Result]):
             self._leave(group)
             group.plan.ready[group.index] = (group.work, result)
         else:
-            self._leave(group, "dropped", "not useful", result=result)
+            self._leave(group, "not_useful", "not useful", result=result)
         self._go_on(group.plan)
 
     def _time_out(self, plan: Plan[Work, Result], index: int) -> None:

@@ -10,7 +10,7 @@ Work = TypeVar("Work")
 """The type of a group while it runs."""
 Result = TypeVar("Result")
 """The type of a group that has ended well."""
-Kind = Literal["trained", "dropped", "failed", "timed_out", "cancelled"]
+Kind = Literal["trained", "not_useful", "failed", "timed_out", "cancelled"]
 
 
 def index_name(index: int) -> str:

@@ -48,7 +48,7 @@ from torchtitan_rl.observability.sinks import open_metrics_log
 from torchtitan_rl.observability.timeline import Timeline
 from torchtitan_rl.platform.garbage import collect_garbage_rarely
 from torchtitan_rl.rollout.batch_filter import BatchFilter
-from torchtitan_rl.rollout.discards import take_dropped
+from torchtitan_rl.rollout.discards import take_discarded_records
 from torchtitan_rl.rollout.episodes import annotate, has_signal, make_batch
 from torchtitan_rl.rollout.failures import FailureReporter
 from torchtitan_rl.rollout.grading import grade
@@ -172,9 +172,9 @@ class Controller:
         started = time.perf_counter()
 
         records = await interruptible(stop, self.rollouts(step, clock))
-        dropped = take_dropped(self.stream)
+        discarded = take_discarded_records(self.stream)
         # Before anything that may fail: then they are what one wants to look at.
-        await self.save_rollouts(step, records + dropped)
+        await self.save_rollouts(step, records + discarded)
         self.guard.check_rollouts(records)
         batch = make_batch(records)
         budget, overlong = config.trainer.tokens_per_microbatch, config.trainer.overlong
@@ -196,10 +196,10 @@ class Controller:
                 await self.sync.begin(trained=bool(episodes), stream=self.stream)
 
         seconds = time.perf_counter() - started
-        tokens = sum(record.tokens for record in records if record.split != "dropped")
+        tokens = sum(record.tokens for record in records if record.split != "discarded")
         return {
             **flatten(rollout_metrics(records, self.interactive)),
-            **self.count_failures(step, records + dropped),
+            **self.count_failures(step, records + discarded),
             **training,
             **self.sync.metrics,
             **evaluation,
@@ -392,7 +392,7 @@ class Controller:
             with contextlib.suppress(TimeoutError):  # what does not end now, ends with the actors
                 await self.stream.close()
             # Why, if that was the end.
-            self.count_failures(self.steps_done, take_dropped(self.stream))
+            self.count_failures(self.steps_done, take_discarded_records(self.stream))
         await self.sync.close()
         await self.actors.stop()
         self.timeline.close()

@@ -29,7 +29,7 @@ class ProgressGuard:
         broken."""
         rollouts: defaultdict[str, list[RolloutRecord]] = defaultdict(list)
         for record in records:
-            if record.split != "dropped":
+            if record.split != "discarded":
                 rollouts[record.task].append(record)
         for task, its in rollouts.items():
             failed = [r for r in its if r.status == Status.ENVIRONMENT_FAILED]

@@ -55,7 +55,7 @@ class Task(Configurable, ABC):
 
     config: Config
     group_scoring: ClassVar[bool] = False
-    """Whether `reward` needs all samples of a prompt: if one fails, the whole group is dropped."""
+    """Whether `reward` needs all samples of a prompt: if one fails, the whole group fails."""
     state_columns: ClassVar[Sequence[str]] = ()
     """Entries of a conversation's state that are saved with its rollout."""
 
