@@ -17,7 +17,7 @@ from torchtitan_rl.config import AdvantageConfig, EchoConfig, ToolEcho
 from torchtitan_rl.core.types import Status
 from torchtitan_rl.observability.json_lines import encode
 from torchtitan_rl.rollout import log as rollout_log
-from torchtitan_rl.rollout.discards import dropped_records
+from torchtitan_rl.rollout.discards import discarded_records
 from torchtitan_rl.rollout.episodes import annotate
 from torchtitan_rl.rollout.grading import grade
 from torchtitan_rl.rollout.groups import RolloutGroup
@@ -159,7 +159,7 @@ async def test_a_discarded_group_says_why(tmp_path, kind, finished, status, rewa
     group = scored_group(ONE_TURN, ONE_TURN, rewards=[1.0, 0.0])
     loop = RolloutLoop([group.prompt], sample=None, respond=None, renderer=None, limits=None)
     result = annotate(group, MEAN) if finished else None
-    records = dropped_records(Discarded(loop, 3, 7, kind, "the reason", result))
+    records = discarded_records(Discarded(loop, 3, 7, kind, "the reason", result))
     records = await saved(tmp_path, records)
     assert [(r["split"], r["status"], r["failure"]) for r in records] == [
         ("discarded", status, "the reason")
