@@ -148,7 +148,7 @@ async def test_rewards_that_all_fail_are_no_accident():
 @pytest.mark.parametrize(
     ("kind", "finished", "status", "rewards"),
     [
-        ("discarded", True, "finished", [1.0, 0.0]),
+        ("not_useful", True, "finished", [1.0, 0.0]),
         ("cancelled", True, "cancelled", [1.0, 0.0]),
         ("cancelled", False, "cancelled", [None, None]),
         ("timed_out", False, "timed_out", [None, None]),
