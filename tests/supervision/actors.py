@@ -1,14 +1,19 @@
 """Actors that tests of supervision spawn. Imports little: workers import it."""
 
+import tempfile
 from multiprocessing.shared_memory import SharedMemory
 
 from monarch.actor import Actor, endpoint
 
 
 class Sharer(Actor):
-    """Makes shared memory with a name, and never removes it."""
+    """Makes shared memory with a name and a temporary file, and never removes them."""
 
     @endpoint
     async def make(self) -> str:
         self.memory = SharedMemory(create=True, size=64)
         return self.memory.name
+
+    @endpoint
+    async def make_file(self) -> str:
+        return tempfile.mkstemp()[1]

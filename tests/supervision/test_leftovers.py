@@ -36,12 +36,16 @@ async def gone(paths: Iterable[Path]) -> None:
             await asyncio.sleep(0.05)
 
 
-async def test_an_actor_that_is_stopped_leaves_no_shared_memory():
-    sharer = await spawn(Sharer, env={})
+async def test_an_actor_that_is_killed_leaves_no_shared_memory_and_no_temporary_file():
+    sharer = await spawn(Sharer, env={}, own_temporary_folder=True)
     memory = FOLDERS[0] / await sharer.actor.make.call_one()
+    file = Path(await sharer.actor.make_file.call_one())
     assert memory.exists()
+    assert file.exists()
+    sharer.processes[0].kill()
     await sharer.stop()
-    await gone([memory])
+    await gone([memory, file.parent])
+    assert FOLDERS[1].exists()
 
 
 async def test_a_killed_tensor_parallel_generator_leaves_no_file_and_no_process(tiny_model):
@@ -52,13 +56,16 @@ async def test_a_killed_tensor_parallel_generator_leaves_no_file_and_no_process(
     sampling = SamplingConfig(max_tokens=4)
     assert await generator.actor.generate.call_one([[1, 2, 3]], sampling_config=sampling)
     made = files_of([*generator.processes, *started]) - before
+    assert generator.temporary is not None
+    assert list(generator.temporary.folder.iterdir())  # by which the ranks have met
     assert any("cpushm" in path.name for path in made)  # mapped, and without a name already:
     assert not [path for path in made if "cpushm" in path.name and path.exists()]
     generator.processes[0].kill()
     await generator.stop()
     assert all(map(ended, started_by(generator.processes)))
     assert all(map(ended, started))
-    await gone(made)
+    await gone({*made, generator.temporary.folder})
     idents = {path.name.partition("-")[0] for path in made if "cpushm" in path.name}
     left = {path for folder in FOLDERS for path in folder.iterdir()}
     assert not [path for path in left if path.name.partition("-")[0] in idents]
+    assert not [path for path in left - before if path.name.startswith("vllm_dist_")]

@@ -10,10 +10,12 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
+from pathlib import Path
 from typing import Any
 
 import monarch.actor
@@ -22,9 +24,9 @@ from monarch.actor import Actor, default_bootstrap_cmd, shutdown_context, this_h
 from monarch.spmd import setup_torch_elastic_env_async
 
 from torchtitan_rl.observability.console import console
+from torchtitan_rl.platform.janitor import JANITOR, Janitor
 from torchtitan_rl.platform.worker_main import LOG_VARIABLE, PARENT_VARIABLE
 from torchtitan_rl.supervision.process_info import ProcessInfo
-from torchtitan_rl.weight_sync.file import JANITOR
 
 STOP_SECONDS = 0.5
 """How long processes get to end by themselves."""
@@ -47,6 +49,8 @@ class Spawned:
     processes: list[psutil.Process]
     host: str = ""
     """Which machine they are on."""
+    temporary: Janitor | None = None
+    """Remover of their temporary files, if these have a folder of their own."""
 
     @property
     def alive(self) -> bool:
@@ -73,6 +77,8 @@ class Spawned:
             cleaners = _kill(family)
         await asyncio.to_thread(psutil.wait_procs, family - cleaners, timeout=STOP_SECONDS)
         await asyncio.to_thread(psutil.wait_procs, cleaners, timeout=REAP_SECONDS)
+        if self.temporary:
+            self.temporary.close()
 
 
 def started_by(workers: Iterable[psutil.Process]) -> set[psutil.Process]:
@@ -112,18 +118,24 @@ async def spawn(
     env: dict[str, str],
     processes: int = 1,
     distributed: bool = False,
+    own_temporary_folder: bool = False,
     log_file: str | None = None,
     **kwargs: Any,
 ) -> Spawned:
     """Start `processes` new processes on this host, each with one `actor_class(*args, **kwargs)`.
 
-    With `distributed`, they also get the environment that `init_process_group` reads. Without a
-    `log_file` they print to this process's console.
+    With `distributed`, they also get the environment that `init_process_group` reads. With
+    `own_temporary_folder`, their temporary files are removed when they have ended, however they
+    end. Without a `log_file` they print to this process's console.
     """
     outlive_workers()
     name = actor_class.__name__.lower()
     env = {**env, "PYTHONPATH": _python_path(), LOG_VARIABLE: log_file or ""}
     env[PARENT_VARIABLE] = str(os.getpid())
+    temporary = None  # if this fails, the folder is removed with the object
+    if own_temporary_folder:
+        env["TMPDIR"] = tempfile.mkdtemp(prefix="torchtitan_rl-")
+        temporary = Janitor(Path(env["TMPDIR"]))
     command = default_bootstrap_cmd().with_env(env)
     command.args = ["-m", "torchtitan_rl.platform.worker_main"]
     procs = await _start_processes(name, processes, command)
@@ -133,7 +145,8 @@ async def spawn(
         # Each process is asked for its id: meshes may start side by side, so children do not tell.
         infos = per_rank(await procs.spawn("process_info", ProcessInfo).get.call())
         actor = procs.spawn(name, actor_class, *args, **kwargs)
-        return Spawned(actor, procs, [psutil.Process(pid) for pid, _ in infos], infos[0][1])
+        pids, host = [psutil.Process(pid) for pid, _ in infos], infos[0][1]
+        return Spawned(actor, procs, pids, host, temporary)
     except BaseException:
         await _give_up(procs)
         raise

@@ -63,6 +63,8 @@ async def spawn_generator(
         seed=seed,
         env=worker_env(config.threads, role="generator", gpus=placement.gpus),
         processes=placement.processes,
+        # vLLM's ranks meet by a file and sockets, which it does not remove if it is killed.
+        own_temporary_folder=True,
         log_file=log_file,
     )
     return await _ready(generator, generator.actor.setup.call_one())

@@ -83,7 +83,8 @@ def make_publisher(
 
         return Publisher("shm", ShmBuffer, **options)
     if transport == "file":
-        from torchtitan_rl.weight_sync.file import FileBuffer, Janitor
+        from torchtitan_rl.platform.janitor import Janitor
+        from torchtitan_rl.weight_sync.file import FileBuffer
 
         own = Path(f"{folder}-{secrets.token_hex(4)}")  # other runs may use the same folder
         make, janitor = partial(FileBuffer, folder=own), Janitor(own)

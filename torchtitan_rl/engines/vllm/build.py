@@ -42,6 +42,5 @@ def build_llm_engine(model: str, config: EngineConfig, tensor_parallel: int) -> 
     )
     with required.unnamed_locks():
         engine = LLMEngine.from_engine_args(args)
-    engine.collective_rpc("unlink_rendezvous")
     release_freed_memory()
     return engine

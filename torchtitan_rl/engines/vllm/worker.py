@@ -1,6 +1,6 @@
 """vLLM's worker, extended: it pulls published weights, and records the experts it chose.
 
-Runs inside vLLM's own process(es). Only `engine.py`, `required.py`, `named_files.py`,
+Runs inside vLLM's own process(es). Only `engine.py`, `required.py`, `shared_memory.py`,
 `routing_recorder.py`, the modules under `cpu` and this one touch vLLM's insides; they are for vLLM
 0.32.
 """
@@ -12,8 +12,8 @@ import torch
 from vllm.config import set_current_vllm_config
 
 from torchtitan_rl.engines.vllm import cpu, required
-from torchtitan_rl.engines.vllm.named_files import unlink_rendezvous, unlink_shared_memory_early
 from torchtitan_rl.engines.vllm.routing_recorder import RoutingRecorder
+from torchtitan_rl.engines.vllm.shared_memory import unlink_shared_memory_early
 from torchtitan_rl.platform import RELEASE_EVERY, release_freed_memory
 from torchtitan_rl.weight_sync.handle import WeightHandle
 from torchtitan_rl.weight_sync.reading import OpenSnapshot, open_snapshot
@@ -86,10 +86,6 @@ class WorkerExtension:
             from torchtitan_rl.engines.vllm.cpu.direct_load import plan_direct_loads
 
             self.direct = plan_direct_loads(model, snapshot)
-
-    def unlink_rendezvous(self) -> None:
-        """Leave no file over which the ranks have found each other."""
-        unlink_rendezvous()
 
     def record_routing(self) -> None:
         """Record the experts of every token from now on."""

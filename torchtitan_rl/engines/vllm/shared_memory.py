@@ -1,12 +1,10 @@
-"""Files with a name that vLLM makes for its processes to meet: removed as soon as they have met.
+"""Shared memory with a name, by which vLLM's ranks on a CPU meet: unlinked once they have met.
 
-vLLM removes them itself when it ends in order, but a generator that is killed cannot. What is open
-or mapped stays usable without a name. Needed for correctness, not for speed; for vLLM 0.32.
+vLLM removes it itself when it ends in order, but a generator that is killed cannot. What is mapped
+stays usable without a name. Needed for correctness, not for speed; for vLLM 0.32.
 """
 
-import contextlib
 import functools
-import os
 from pathlib import Path
 
 from torchtitan_rl.platform import device_type
@@ -34,13 +32,3 @@ def unlink_shared_memory_early() -> None:
         return handle
 
     _CPUSHMDistributed._init_cpu_shm = init_and_unlink
-
-
-def unlink_rendezvous() -> None:
-    """Remove the file over which this process's ranks have found each other; every rank must have
-    finished its start."""
-    if name := os.environ.get("VLLM_DIST_IDENT"):
-        import tempfile
-
-        with contextlib.suppress(OSError):
-            (Path(tempfile.gettempdir()) / name).unlink()
