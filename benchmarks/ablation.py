@@ -3,8 +3,9 @@
     python benchmarks/ablation.py                     both models, every optimization
     python benchmarks/ablation.py 135M no_ranks norms  one model, some of them
 
-The work is that of peer_trl.py: 8 prompts of 8 samples per step, 32 new tokens each, sampled,
-trained on and synchronized. Each optimization gets a Controller with processes of its own, in which
+The work is that of peer_trl.py: prompts of 8 samples, 32 new tokens each, sampled, trained on and
+synchronized; 8 prompts per step for the tiny model, 2 for 135M, where steps of 8 would take an
+hour in all. Each optimization gets a Controller with processes of its own, in which
 it alone is switched off by TORCHTITAN_RL_WITHOUT (shared prompts: by their setting). Its steps take
 turns with those of a Controller with everything on, which lives through the whole benchmark: so a
 machine that slows down meanwhile favours neither. `gain` is the median over these pairs of steps of
@@ -35,7 +36,8 @@ from torchtitan_rl.platform.switches import VARIABLE
 from torchtitan_rl.run.controller import Controller
 from torchtitan_rl.supervision.spawn import end_all_processes
 
-PAIRS = {"tiny": 30, "135M": 2}
+PROMPTS = {"tiny": 8, "135M": 2}
+PAIRS = {"tiny": 30, "135M": 5}
 STEPS = 10_000
 """More than are ever taken: a Controller takes them until its input ends."""
 
@@ -112,10 +114,11 @@ def seconds(process: "subprocess.Popen[str]") -> float:
 
 def ablate(case: str, model: Path, names: list[str], folder: Path) -> None:
     endless_model = endless(model, folder / f"{case}-endless")
-    work = Work(model=str(endless_model), steps=STEPS).save(folder / f"{case}.json")
-    with stepping(case, work) as usual:
+    work = Work(model=str(endless_model), steps=STEPS, prompts=PROMPTS[case])
+    file = work.save(folder / f"{case}.json")
+    with stepping(case, file) as usual:
         for name in ["", *names]:
-            with stepping(case, work, name) as without:
+            with stepping(case, file, name) as without:
                 pairs = [(seconds(usual), seconds(without)) for _ in range(PAIRS[case])]
             gains = [other / own - 1 for own, other in pairs]
             low, middle, high = statistics.quantiles(gains, n=4, method="inclusive")
