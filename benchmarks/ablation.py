@@ -5,12 +5,13 @@
 
 The work is that of peer_trl.py: prompts of 8 samples, 32 new tokens each, sampled, trained on and
 synchronized; 8 prompts per step for the tiny model, 2 for 135M, where steps of 8 would take an
-hour in all. Each optimization gets a Controller with processes of its own, in which
-it alone is switched off by TORCHTITAN_RL_WITHOUT (shared prompts: by their setting). Its steps take
-turns with those of a Controller with everything on, which lives through the whole benchmark: so a
-machine that slows down meanwhile favours neither. `gain` is the median over these pairs of steps of
-the time without / with - 1; `spread` is half the distance between their quartiles. A Controller
-that has nothing switched off either ("nothing") shows how far from 0 a gain of 0 is measured.
+hour in all. For each optimization two Controllers start, with processes of their own: one in which
+it alone is switched off by TORCHTITAN_RL_WITHOUT (shared prompts: by their setting), and one with
+everything on. They take turns, step by step, so that a machine that slows down meanwhile favours
+neither; and they are of one age, because a process gets slower as its heap fragments. `gain` is the
+median over these pairs of steps of the time without / with - 1; `spread` is half the distance
+between their quartiles. Two Controllers with everything on ("nothing") show how far from 0 a gain
+of 0 is measured.
 """
 
 import asyncio
@@ -77,7 +78,7 @@ async def take_steps(work: Work, settings: dict[str, Any]) -> None:
 
 @contextmanager
 def stepping(case: str, work: Path, without: str = "") -> Iterator["subprocess.Popen[str]"]:
-    """A process that runs `take_steps`, after its warm-up; it ends with the block."""
+    """A process that runs `take_steps`; it ends with the block."""
     setting = without == "shared_prompts"
     settings = OURS[case] | ({"share_prompts": False} if setting else {})
     with tempfile.TemporaryFile("w+") as said:
@@ -90,8 +91,6 @@ def stepping(case: str, work: Path, without: str = "") -> Iterator["subprocess.P
             text=True,
         )
         try:
-            for _ in range(WARM_UP):
-                seconds(process)
             yield process
         except ValueError:
             said.seek(0)
@@ -116,17 +115,16 @@ def ablate(case: str, model: Path, names: list[str], folder: Path) -> None:
     endless_model = endless(model, folder / f"{case}-endless")
     work = Work(model=str(endless_model), steps=STEPS, prompts=PROMPTS[case])
     file = work.save(folder / f"{case}.json")
-    with stepping(case, file) as usual:
-        for name in ["", *names]:
-            with stepping(case, file, name) as without:
-                pairs = [(seconds(usual), seconds(without)) for _ in range(PAIRS[case])]
-            gains = [other / own - 1 for own, other in pairs]
-            low, middle, high = statistics.quantiles(gains, n=4, method="inclusive")
-            label = f"{case}, {name or 'nothing'}"
-            report("ablation", "gain", label, round(middle, 4))
-            report("ablation", "spread", label, round((high - low) / 2, 4))
-            step = statistics.median(own for own, _ in pairs)
-            report("ablation", "seconds_per_step", label, round(step, 4))
+    for name in ["", *names]:
+        with stepping(case, file) as usual, stepping(case, file, name) as without:
+            pairs = [(seconds(usual), seconds(without)) for _ in range(WARM_UP + PAIRS[case])]
+        gains = [other / own - 1 for own, other in pairs[WARM_UP:]]
+        low, middle, high = statistics.quantiles(gains, n=4, method="inclusive")
+        label = f"{case}, {name or 'nothing'}"
+        report("ablation", "gain", label, round(middle, 4))
+        report("ablation", "spread", label, round((high - low) / 2, 4))
+        step = statistics.median(own for own, _ in pairs[WARM_UP:])
+        report("ablation", "seconds_per_step", label, round(step, 4))
 
 
 def main(arguments: list[str]) -> int:

@@ -6,7 +6,7 @@ left to torchtitan, and FSDP, which takes the gradient of every microbatch away,
 add to. `torch.autograd.grad` by a weight that has a gradient is of no use with these layers: the
 result is in `.grad`.
 
-Gain of a whole step: 0 % (tiny), 3 % (135M) (two cores of an AMD EPYC with AVX-512, torch 2.13).
+Gain of a whole step: -4 % (tiny), 3 % (135M) (two cores of an AMD EPYC with AVX-512, torch 2.13).
 """
 
 from dataclasses import dataclass

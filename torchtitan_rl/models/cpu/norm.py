@@ -3,7 +3,7 @@
 Tensors that are cut over ranks (DTensor) are left to torchtitan, and so are those in half
 precision, which these passes would round in between.
 
-Gain of a whole step: 4 % (tiny), 3 % (135M) (two cores of an AMD EPYC with AVX-512, torch 2.13).
+Gain of a whole step: -2 % (tiny), 3 % (135M) (two cores of an AMD EPYC with AVX-512, torch 2.13).
 """
 
 from dataclasses import dataclass

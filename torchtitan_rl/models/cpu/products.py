@@ -1,6 +1,6 @@
 """Matrix products by oneDNN, which torch has beside MKL.
 
-Gain of a whole step: 0 % (tiny), 5 % (135M) (two cores of an AMD EPYC with AVX-512, torch 2.13).
+Gain of a whole step: -3 % (tiny), 5 % (135M) (two cores of an AMD EPYC with AVX-512, torch 2.13).
 """
 
 import torch

@@ -7,7 +7,7 @@ the same engine step copy its block, layer by layer, between the layer's cache u
 attention. Built as one of vLLM's connectors, which bring keys and values from elsewhere: here, from
 another request.
 
-Gain of a whole step: 1 % (tiny), 10 % (135M) (vLLM 0.32.0, two cores of an AMD EPYC with
+Gain of a whole step: 0 % (tiny), 10 % (135M) (vLLM 0.32.0, two cores of an AMD EPYC with
 AVX-512).
 """
 

@@ -6,7 +6,7 @@ times as long as to copy and pack its weights. On a CPU vLLM packs each matrix b
 loaded it: `cpu_linear` of a module multiplies by the packed copy, and `weight` is empty or, of
 embeddings and output layers, what was packed.
 
-Gain of a whole step: 7 % (tiny), not measured at 135M (vLLM 0.32.0, two cores of an AMD EPYC with
+Gain of a whole step: -2 % (tiny), not measured at 135M (vLLM 0.32.0, two cores of an AMD EPYC with
 AVX-512).
 """
 

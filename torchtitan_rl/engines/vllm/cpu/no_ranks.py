@@ -3,7 +3,7 @@
 vLLM ranks each sampled token among the whole vocabulary, which takes a pass over all logprobs of
 every step; the ranks are not used.
 
-Gain of a whole step: 4 % (tiny), 1 % (135M) (vLLM 0.32.0, two cores of an AMD EPYC with AVX-512).
+Gain of a whole step: -1 % (tiny), 1 % (135M) (vLLM 0.32.0, two cores of an AMD EPYC with AVX-512).
 """
 
 from typing import Any
