@@ -59,11 +59,15 @@ class Page:
             self._send(f"{domain}.enable")
         self.resize(1280, 720)
 
-    def resize(self, width: int, height: int, *, dark: bool = False) -> None:
+    def resize(
+        self, width: int, height: int, *, dark: bool = False, phone: bool = False, sharp: int = 1
+    ) -> None:
+        """The size of the window; a phone widens a page that does not fit, as real ones do."""
         self._send(
             "Emulation.setDeviceMetricsOverride",
-            **{"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False},
+            **{"width": width, "height": height, "deviceScaleFactor": sharp, "mobile": phone},
         )
+        self._send("Emulation.setTouchEmulationEnabled", enabled=phone)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._send("Emulation.setEmulatedMedia", features=[scheme])
 
@@ -136,8 +140,14 @@ class Page:
             text = {"text": key} if len(key) == 1 and kind == "keyDown" else {}
             self._send("Input.dispatchKeyEvent", type=kind, key=key, **text)
 
-    def screenshot(self, path: Path) -> None:
-        data = self._send("Page.captureScreenshot", format="png")["data"]
+    def screenshot(self, path: Path, *, whole: bool = False) -> None:
+        """A picture of the window, or of the whole page."""
+        clip: dict[str, Any] = {}
+        if whole:
+            size = self._send("Page.getLayoutMetrics")["cssContentSize"]
+            area = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
+            clip = {"clip": area, "captureBeyondViewport": True}
+        data = self._send("Page.captureScreenshot", format="png", **clip)["data"]
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(base64.b64decode(data))
 

@@ -41,7 +41,7 @@ class SyntheticRun:
         for name in ("rollouts", "logs", *(["tokens"] if tokens else [])):
             (folder / name).mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(
-            json.dumps({"model": "tiny", "seed": seed, "steps": 80})
+            json.dumps({"steps": 80, "seed": seed, "trainer": {"optimizer": {"lr": 1e-4}}})
         )
         self.tokenizer.save(str(folder / "tokenizer.json"))
         (folder / "timeline.json").write_text("[\n")
@@ -130,18 +130,28 @@ class SyntheticRun:
             chosen = [r for r in records if task in ("all", r["task"])] or records
             for name, key in (("reward", "reward"), ("accuracy", "correct")):
                 row[f"{name}/{task}/mean"] = sum(r[key] for r in chosen) / len(chosen)
+            row[f"completion_tokens/{task}/mean"] = sum(r["tokens"] for r in chosen) / len(chosen)
+            cut = sum(r["status"] == "truncated" for r in chosen)
+            row[f"truncated/{task}/mean"] = cut / len(chosen)
+            row[f"policy_age/{task}/mean"] = 0.0
         if step % 5 == 0:
             row["eval/accuracy"] = min(1.0, row["accuracy/all/mean"] + 0.1)
         phases = {"generate": 0.8, "grade": 0.05, "train": 0.6, "sync": 0.1}
-        for tid, (name, mean) in zip((1, 2, 3, 1), phases.items(), strict=True):
+        calls = ("generate", "grade", "train", "pull weights")
+        lanes = zip((1, 2, 3, 1), calls, phases.items(), strict=True)
+        for tid, call, (name, mean) in lanes:
             seconds = mean * self.random.uniform(0.8, 1.3)
             row[f"time/{name}"] = seconds
-            span = {"name": name, "ph": "X", "pid": 1, "args": {"step": step}}
+            span = {"name": call, "ph": "X", "pid": 1, "args": {"step": step}}
             span |= {"ts": self.clock * 1e6, "dur": seconds * 1e6}
             self._event({**span, "tid": tid})
             self._event({**span, "tid": 0})
             self.clock += seconds
         row["time/step"] = sum(row[f"time/{name}"] for name in phases)
+        for outcome, mean in {"ok": 0.45, "malformed": 0.05, "raised": 0.0}.items():
+            row[f"tool_calls/{outcome}/all/mean"] = mean * (1 + 0.2 * self.random.random())
+        row["train/grad_norm"] = 0.2 + 0.1 * self.random.random()
+        row["echo_nll/mean"] = 4 - step / 30
         row["entropy/all/mean"] = 2 * math.exp(-step / 20)
         row["mismatch_kl/all/mean"] = math.nan if step == 1 else 1e-4 * self.random.random()
         with (self.folder / "metrics.jsonl").open("a") as file:

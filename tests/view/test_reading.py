@@ -12,9 +12,11 @@ from tests.view.synthetic import SyntheticRun, export_of
 from torchtitan_rl.view import decode
 from torchtitan_rl.view.columns import COLUMNS, columns_of
 from torchtitan_rl.view.lines import line_at, objects, parse, tail
-from torchtitan_rl.view.query import BadRequest, Query, contains, may_contain, preview
+from torchtitan_rl.view.query import BadRequest, Query, contains, may_contain, preview, question
 from torchtitan_rl.view.runs import NotARun, find_runs
 from torchtitan_rl.view.sequences import page_columns, segments
+from torchtitan_rl.view.settings import settings_of
+from torchtitan_rl.view.spans import lane_and_row
 from torchtitan_rl.view.viewer import to_json
 
 TEXTS = st.sampled_from(["", "a", "12", "ä\n", "\x00", "\ud800", "<script>", "'; --"])
@@ -233,3 +235,52 @@ def test_runs_are_found_by_what_they_write(tmp_path):
     for folder in (Path("no/such"), outputs / "models", outputs / "models/tiny"):
         with pytest.raises(NotARun, match=str(folder)):
             find_runs([folder])
+
+
+@pytest.mark.parametrize(
+    ("roles", "expected"),
+    [
+        (["system", "user", "assistant", "user", "assistant"], "1"),
+        (["user", "assistant", "user"], "0"),
+        (["user", "user", "assistant"], "1"),
+        (["system"], "0"),
+        (["assistant", "user", "assistant"], "1"),
+        ([], ""),
+    ],
+)
+def test_the_question_is_the_last_thing_that_the_user_said_first(roles, expected):
+    messages = [{"role": role, "content": str(i)} for i, role in enumerate(roles)]
+    assert question({"messages": messages}) == expected
+
+
+@unhurried
+@given(ANYTHING, st.lists(ANYTHING))
+def test_any_record_has_a_question_and_any_config_settings(value, messages):
+    assert isinstance(question({"messages": messages}), str)
+    assert isinstance(question({"messages": value}), str)
+    found = settings_of({"a": value})
+    assert all(isinstance(text, str) for text in found.values())
+    json.dumps(found).encode()
+
+
+def test_settings_of_a_deep_config_are_cut_off():
+    deep: dict = {}
+    for _ in range(100):
+        deep = {"a": deep}
+    [(name, value)] = settings_of(deep).items()
+    assert name.count("a") == 12
+    assert value.startswith('{"a":')
+
+
+@pytest.mark.parametrize(
+    ("thread", "expected"),
+    [
+        ("trainer", ("trainer", 0)),
+        ("generator 0 (2)", ("generator 0", 1)),
+        ("generator 0 (0)", ("generator 0 (0)", 0)),
+        ("(2)", ("(2)", 0)),
+        ("a (99999999999)", ("a (99999999999)", 0)),
+    ],
+)
+def test_a_thread_is_a_row_of_its_actors_lane(thread, expected):
+    assert lane_and_row(thread) == expected

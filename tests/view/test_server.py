@@ -13,7 +13,7 @@ from urllib.parse import urlencode, urlsplit
 import pytest
 
 from tests.view.synthetic import SyntheticRun, write_lines
-from torchtitan_rl.view.server import STATIC, host_is_ours, open_server
+from torchtitan_rl.view.server import STATIC, host_is_ours, open_server, why_refused
 from torchtitan_rl.view.viewer import Viewer
 
 
@@ -22,7 +22,7 @@ class Client:
 
     def __init__(self, folder: Path) -> None:
         self.viewer = Viewer([folder])
-        self.server = open_server("127.0.0.1", 0, self.viewer.endpoints)
+        self.server = open_server("127.0.0.1", 0, self.viewer.endpoints, self.viewer.changes)
         self.address = urlsplit(self.server.url).netloc
         self.thread = threading.Thread(target=self.server.serve_forever, args=(0.01,))
         self.thread.start()
@@ -38,6 +38,17 @@ class Client:
     def ask(self, name: str, **values: object) -> dict:
         status, _, body = self.fetch(f"/api/{name}?{urlencode({'run': 'run', **values})}")
         return {**json.loads(body), "http": status}
+
+    def post(self, name: str, body: object, **headers: str) -> dict:
+        """A change, as the page sends it unless the headers say otherwise."""
+        page = {"Origin": f"http://{self.address}", "Content-Type": "application/json"}
+        connection = http.client.HTTPConnection(self.address)
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        connection.request("POST", f"/api/{name}", data, headers={**page, **headers})
+        answer = connection.getresponse()
+        found = {**json.loads(answer.read()), "http": answer.status}
+        connection.close()
+        return found
 
     def update(self) -> None:
         self.viewer.index.add("run")
@@ -145,10 +156,125 @@ def test_a_rollout_with_its_tokens_and_its_group(client):
 
 def test_spans_of_a_window(client):
     every = client.ask("timeline")
-    assert set(every["lanes"]) == {"controller", "generator", "grader", "trainer"}
+    lanes = {lane["name"]: lane["rows"] for lane in every["lanes"]}
+    assert lanes == dict.fromkeys(("controller", "generator", "grader", "trainer"), 1)
     assert len(every["spans"]) == 6 * 8
     some = client.ask("timeline", start=1, end=2)
-    assert some["spans"] == [s for s in every["spans"] if s[2] <= 2 and s[2] + s[3] >= 1]
+    assert some["spans"] == [s for s in every["spans"] if s[3] <= 2 and s[3] + s[4] >= 1]
+
+
+def test_calls_at_the_same_time_share_the_lane_of_their_actor(client, run):
+    """Also those of a resumed run, which is another process."""
+    for pid, tid, name in ((1, 9, "generator (2)"), (1, 7, "generator (40)"), (2, 0, "generator")):
+        thread = {"name": "thread_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
+        run._event(thread)
+        span = {"name": "generate", "ph": "X", "pid": pid, "tid": tid, "ts": 100e6 + tid, "dur": 1}
+        run._event({**span, "args": {"step": 6}})
+    client.update()
+    found = client.ask("timeline")
+    names = [lane["name"] for lane in found["lanes"]]
+    assert sorted(names) == ["controller", "generator", "grader", "trainer"]
+    assert {lane["name"]: lane["rows"] for lane in found["lanes"]}["generator"] == 40
+    late = [span for span in found["spans"] if span[3] >= 100]
+    assert {span[0] for span in late} == {names.index("generator")}
+    assert sorted(span[1] for span in late) == [0, 1, 39]
+
+
+def test_rows_of_the_table_have_question_and_expected_answer(client):
+    for row in client.ask("rollouts", task="calculator", limit=5)["rows"]:
+        a, b = row["question"].removeprefix("What is ").removesuffix("?").split(" times ")
+        assert row["expected_answer"] == str(int(a) * int(b))
+        assert row["preview"].startswith("The result is")
+
+
+def test_settings_have_the_names_of_the_command_line(client, run):
+    first = client.ask("status")
+    assert first["config"] == {"steps": "80", "seed": "0", "trainer.optimizer.lr": "0.0001"}
+    known = {"config_version": first["config_version"]}
+    assert client.ask("status", **known)["config"] is None
+    (run.folder / "config.json").write_text(json.dumps({"steps": 90}))  # as a resumed run may
+    assert client.ask("status", **known)["config"] == {"steps": "90"}
+
+
+def test_notes_are_kept_in_the_folder_of_the_run(client, run):
+    file = run.folder / "notes.md"
+    assert client.ask("status")["notes"] == {"text": "", "version": "", "problem": ""}
+    first = client.post("notes", {"run": "run", "text": "läuft\n<b>", "version": ""})
+    assert (first["http"], file.read_text()) == (200, "läuft\n<b>")
+    assert client.ask("status")["notes"]["text"] == "läuft\n<b>"
+    lost = client.post("notes", {"run": "run", "text": "other", "version": ""})
+    assert lost["http"] == 400
+    assert "has changed since" in lost["error"]
+    assert file.read_text() == "läuft\n<b>"
+    client.post("notes", {"run": "run", "text": "", "version": first["version"]})
+    assert not file.exists()
+    assert not list(run.folder.glob(".notes*"))
+
+
+@pytest.mark.parametrize(
+    ("headers", "body"),
+    [
+        ({"Origin": "https://evil.example"}, None),
+        ({"Origin": "http://localhost:1"}, None),
+        ({"Origin": "null"}, None),
+        ({"Origin": ""}, None),
+        ({"Host": "evil.example", "Origin": "http://evil.example"}, None),
+        ({"Sec-Fetch-Site": "cross-site"}, None),
+        ({"Sec-Fetch-Site": "same-site"}, None),
+        ({"Content-Type": "text/plain"}, None),
+        ({"Content-Type": "application/x-www-form-urlencoded"}, b"run=run&text=x&version="),
+        ({}, b"["),
+        ({}, b"[" * 100_000),
+        ({}, {"run": "run", "text": 1, "version": ""}),
+        ({}, {"run": "run", "text": "x" * 20_001, "version": ""}),
+        ({}, {"run": "run", "text": "\ud800", "version": ""}),
+        ({}, {"run": "../run", "text": "x", "version": ""}),
+        ({"Content-Length": "-1"}, b"{}"),
+    ],
+)
+def test_no_other_page_can_write_notes(client, run, headers, body):
+    values = {"run": "run", "text": "x", "version": ""} if body is None else body
+    found = client.post("notes", values, **headers)
+    assert found["http"] in (400, 403, 404)
+    assert found["error"]
+    assert not (run.folder / "notes.md").exists()
+
+
+def test_a_browser_that_asks_first_gets_no_leave(client):
+    """What a page of another site would need, before it may send JSON here."""
+    connection = http.client.HTTPConnection(client.address)
+    headers = {"Origin": "https://evil.example", "Access-Control-Request-Method": "POST"}
+    connection.request("OPTIONS", "/api/notes", headers=headers)
+    answer = connection.getresponse()
+    assert answer.status == 501
+    assert not any(name.lower().startswith("access-control") for name in answer.headers)
+    connection.close()
+
+
+def test_notes_are_changed_on_this_machine_only():
+    page = {"Host": "gpu-box:1", "Origin": "http://gpu-box:1", "Content-Type": "application/json"}
+    assert why_refused(page, "127.0.0.1") == why_refused(page, "::1") == ""
+    assert "only on the machine" in why_refused(page, "10.1.2.3")
+
+
+@pytest.mark.parametrize("data", [b"\xff", b"x" * 20_001])
+def test_notes_that_the_page_cannot_hold_are_not_overwritten(client, run, data):
+    file = run.folder / "notes.md"
+    file.write_bytes(data)
+    notes = client.ask("status")["notes"]
+    assert "use an editor" in notes["problem"]
+    found = client.post("notes", {"run": "run", "text": "x", "version": notes["version"]})
+    assert (found["http"], found["error"]) == (400, notes["problem"])
+    assert file.read_bytes() == data
+
+
+def test_a_link_is_replaced_and_not_followed(client, run, tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_text("mine")
+    (run.folder / "notes.md").symlink_to(elsewhere)
+    version = client.ask("status")["notes"]["version"]
+    assert client.post("notes", {"run": "run", "text": "x", "version": version})["http"] == 200
+    assert (elsewhere.read_text(), (run.folder / "notes.md").read_text()) == ("mine", "x")
 
 
 @pytest.mark.parametrize(

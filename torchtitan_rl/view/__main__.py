@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = PROGRAM) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     try:
-        server = open_server(options.host, options.port, viewer.endpoints)
+        server = open_server(options.host, options.port, viewer.endpoints, viewer.changes)
     except (OSError, OverflowError) as error:
         viewer.close()
         print(f"error: cannot listen on {options.host}:{options.port}: {error}", file=sys.stderr)

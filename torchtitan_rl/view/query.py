@@ -125,7 +125,7 @@ def listing(connection: sqlite3.Connection, query: Query, read: Read) -> dict[st
         if may_contain(line, query.text):
             record = parse(line) or {}
             if query.text == "" or contains(record, query.text):
-                rows.append({**summary(row), "preview": preview(record)})
+                rows.append({**summary(row), **shown_texts(record)})
         if len(rows) == query.limit or (query.text and time.monotonic() > deadline):
             break
     following = position if position < total else None
@@ -158,6 +158,35 @@ def contains(record: dict[str, Any], wanted: str) -> bool:
     """Whether any text of a rollout contains `wanted`, in any case."""
     folded = wanted.casefold()
     return any(folded in said.casefold() for said in texts(record))
+
+
+def shown_texts(record: dict[str, Any]) -> dict[str, str]:
+    """Texts of a rollout that the table shows, cut off where a row would be too long."""
+    return {
+        "question": question(record),
+        "preview": preview(record),
+        "expected_answer": text(record.get("expected_answer"))[:200],
+    }
+
+
+def question(record: dict[str, Any], length: int = 200) -> str:
+    """What the model was asked: the last message of the user before the model's first.
+
+    Example:
+        >>> question({"messages": [{"role": "system", "content": "Add."},
+        ...                        {"role": "user", "content": "47 85"},
+        ...                        {"role": "assistant", "content": "24"}]})
+        '47 85'
+    """
+    messages = record.get("messages")
+    prompt: list[dict[str, Any]] = []
+    for message in messages if isinstance(messages, list) else []:
+        if isinstance(message, dict):
+            if message.get("role") == "assistant" and prompt:
+                break
+            prompt.append(message)
+    by_user = [message for message in prompt if message.get("role") == "user"]
+    return text((by_user or prompt)[-1].get("content"))[:length] if prompt else ""
 
 
 def preview(record: dict[str, Any], length: int = 200) -> str:

@@ -1,5 +1,6 @@
 """Spans of a run's timeline.json, a Chrome trace that may still be growing."""
 
+import re
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -45,11 +46,13 @@ def window(
 ) -> dict[str, Any]:
     """The spans between two times, in seconds since the first span; None is no limit.
 
-    If there are too many, the longest.
+    If there are too many, the longest. A lane is all that one actor did; calls that overlap are in
+    rows of their lane. A span has its lane and its row, name, start, length and step.
 
     Example:
-        {"seconds": 12.5, "lanes": ["controller", "generator"], "shown": 2, "total": 2,
-         "spans": [[0, "generate", 0.0, 0.8, 12], [1, "train", 0.8, 0.5, 12]]}
+        {"seconds": 12.5, "shown": 2, "total": 2,
+         "lanes": [{"name": "generator 0", "rows": 32}, {"name": "trainer", "rows": 1}],
+         "spans": [[0, 7, "generate", 0.0, 0.8, 12], [1, 0, "train", 0.8, 0.5, 12]]}
     """
     first, last = connection.execute(
         "SELECT MIN(ts), MAX(ts + dur) FROM spans WHERE run = ?", (run,)
@@ -64,32 +67,52 @@ def window(
         f"SELECT pid, tid, name, ts, dur, step FROM spans WHERE {where} ORDER BY dur DESC LIMIT ?",
         (*values, MAX_SPANS),
     ).fetchall()
-    lanes = _lanes(connection, run)
+    rows_of, lanes = _lanes(connection, run)
     spans = [
-        [lanes[pid, tid][0], name, (ts - first) / 1e6, dur / 1e6, step]
+        [*rows_of[pid, tid], name, (ts - first) / 1e6, dur / 1e6, step]
         for pid, tid, name, ts, dur, step in rows
     ]
     return {
         "seconds": (last - first) / 1e6,
-        "lanes": [name for _, name in lanes.values()],
+        "lanes": [{"name": name, "rows": count} for name, count in lanes.items()],
         "spans": spans,
         "shown": len(spans),
         "total": total,
     }
 
 
-def _lanes(connection: sqlite3.Connection, run: str) -> dict[tuple[str, str], tuple[int, str]]:
-    """The number and the name of each thread's lane, in the order they first appear."""
+def _lanes(
+    connection: sqlite3.Connection, run: str
+) -> tuple[dict[tuple[str, str], tuple[int, int]], dict[str, int]]:
+    """The lane and the row of each thread; and the rows of each lane, in the order that lanes
+    first appear.
+
+    A resumed run is another process with the same names: its threads continue the lanes.
+    """
     names = {
         (pid, tid): name
         for pid, tid, name in connection.execute(
             "SELECT pid, tid, name FROM lanes WHERE run = ?", (run,)
         )
     }
-    rows = connection.execute(
+    threads = connection.execute(
         "SELECT pid, tid FROM spans WHERE run = ? GROUP BY pid, tid ORDER BY MIN(ts)", (run,)
     )
-    return {
-        (pid, tid): (i, names.get((pid, tid)) or f"thread {tid}")
-        for i, (pid, tid) in enumerate(rows.fetchall())
-    }
+    found: dict[tuple[str, str], tuple[int, int]] = {}
+    lanes: dict[str, int] = {}
+    for pid, tid in threads.fetchall():
+        lane, row = lane_and_row(names.get((pid, tid)) or f"thread {tid}")
+        lanes[lane] = max(lanes.get(lane, 0), row + 1)
+        found[pid, tid] = (list(lanes).index(lane), row)
+    return found, lanes
+
+
+def lane_and_row(thread: str) -> tuple[str, int]:
+    """The actor that a thread of the trace belongs to, and which of its rows the thread is.
+
+    Example:
+        >>> lane_and_row("generator 0"), lane_and_row("generator 0 (12)")
+        (('generator 0', 0), ('generator 0', 11))
+    """
+    match = re.fullmatch(r"(.+) \(([1-9]\d{0,3})\)", thread, re.DOTALL)
+    return (match[1], int(match[2]) - 1) if match else (thread, 0)

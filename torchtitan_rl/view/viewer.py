@@ -5,6 +5,7 @@ import json
 import sqlite3
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from torchtitan_rl.view.columns import number, text
 from torchtitan_rl.view.decode import Decoder
 from torchtitan_rl.view.index import Index
 from torchtitan_rl.view.lines import line_at, parse, tail
+from torchtitan_rl.view.notes import NotesError, read_notes, write_notes
 from torchtitan_rl.view.query import WITH_FILE, BadRequest, Query, listing, summary
 from torchtitan_rl.view.runs import NotARun, find_runs
 from torchtitan_rl.view.sequences import page_columns, segments
+from torchtitan_rl.view.settings import settings_of
 
 
 class NotFound(TorchtitanRLError, LookupError):
@@ -37,6 +40,7 @@ class Viewer:
         self._runs = find_runs(folders)
         self._decoders: dict[str, Decoder] = {}
         self._decoding = threading.Lock()
+        self._saving = threading.Lock()
         self.index = Index(self._runs, poll_seconds=poll_seconds)
         self.endpoints = {
             "runs": self.runs,
@@ -46,6 +50,7 @@ class Viewer:
             "group": self.group,
             "timeline": self.timeline,
         }
+        self.changes = {"notes": self.save_notes}
 
     def start(self) -> None:
         """Start indexing."""
@@ -84,8 +89,20 @@ class Viewer:
             "version": progress.version,
             "error": self.index.error,
             "written": written(folder),
-            "config": self._config(folder) if not values.get("cursor") else None,
+            **self._config(folder, values.get("config_version", "")),
+            "notes": asdict(read_notes(folder)),
         }
+
+    def save_notes(self, values: Mapping[str, str]) -> dict[str, Any]:
+        """Save the notes on a run; returns them as they are then."""
+        folder = self._runs[self._run(values)]
+        try:
+            with self._saving:  # two tabs must not both replace the same version
+                return asdict(
+                    write_notes(folder, values.get("text", ""), values.get("version", ""))
+                )
+        except NotesError as error:
+            raise BadRequest(str(error)) from None
 
     def rollouts(self, values: Mapping[str, str]) -> dict[str, Any]:
         """One page of the table of rollouts."""
@@ -198,12 +215,20 @@ class Viewer:
                 decoder = self._decoders[run] = Decoder(self._runs[run])
             return decoder
 
-    def _config(self, folder: Path) -> dict[str, Any] | None:
+    def _config(self, folder: Path, known: str) -> dict[str, Any]:
+        """The settings of a run, unless the page knows this version of them; a run that continues
+        may change some."""
+        path = folder / "config.json"
         try:
-            config = parse((folder / "config.json").read_bytes())
+            version = str(path.stat().st_mtime_ns)
+            if version == known:
+                return {"config": None, "config_version": version}
+            return {
+                "config": settings_of(parse(path.read_bytes()) or {}),
+                "config_version": version,
+            }
         except OSError:
-            return None
-        return {key: text(value)[:2000] for key, value in (config or {}).items()}
+            return {"config": None, "config_version": ""}
 
 
 def written(folder: Path) -> float | None:

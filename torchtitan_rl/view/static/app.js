@@ -1,6 +1,7 @@
 // The frame around the views: tabs, runs, status, and which view the address names.
+import { colour } from "./charts.js";
 import { compare } from "./compare.js";
-import { h, showTip, visible } from "./dom.js";
+import { h, showTip, swatch, visible } from "./dom.js";
 import { overview } from "./overview.js";
 import { rolloutView } from "./rollout.js";
 import { store } from "./store.js";
@@ -54,48 +55,58 @@ function stepsDone(metrics) {
   return last + (metrics.get(last)?.["time/step"] === undefined ? 0 : 1);
 }
 
-/** How long ago a run has last written something: one that was killed looks like a live one else. */
+/** When a run has last written something: without it, one that was killed looks like a live one. */
 function lastWritten(seconds) {
   const minutes = Math.floor((Date.now() / 1000 - seconds) / 60);
-  if (minutes < 1) return "written just now";
+  if (minutes < 1) return "last written just now";
   const hours = Math.floor(minutes / 60);
   const ago = minutes < 60 ? `${minutes} min` : hours < 48 ? `${hours} h` : `${Math.floor(hours / 24)} days`;
   return `last written ${ago} ago`;
 }
 
+/** One line: how far a run has come, and what is wrong with its files. */
+function statusOf(name, place) {
+  const { status, metrics } = store.run(name);
+  if (!status) return null;
+  const several = store.chosen.length > 1;
+  const total = Number(status.config?.steps) ? ` of ${Number(status.config.steps)}` : "";
+  const parts = [
+    ...(metrics.size ? [`${stepsDone(metrics)}${total} steps`] : []),
+    `${status.rollouts.toLocaleString("en")} rollouts`,
+    ...(status.written ? [lastWritten(status.written)] : []),
+  ];
+  const line = h(
+    "div",
+    { class: "line", "data-run": name },
+    several ? h("b", {}, swatch(colour(place)), visible(name)) : null,
+    h("span", {}, parts.join(" · ")),
+  );
+  if (status.files_pending || !status.scanned)
+    line.append(
+      h("progress", { max: status.files || 1, value: status.files - status.files_pending }),
+      h(
+        "span",
+        { class: "indexing" },
+        status.scanned ? `indexing rollouts, ${status.files_pending} files left` : "indexing rollouts …",
+      ),
+    );
+  const broken = store.broken(name);
+  if (broken)
+    line.append(
+      h(
+        "span",
+        { class: "warning broken", title: "these lines are cut off or no JSON" },
+        `${broken} broken ${broken === 1 ? "line" : "lines"} skipped`,
+      ),
+    );
+  if (status.error) line.append(h("span", { class: "warning" }, visible(status.error)));
+  return line;
+}
+
 function showStatus() {
-  const parts = [];
-  for (const name of store.chosen) {
-    const { status, metrics } = store.run(name);
-    if (!status) continue;
-    const rollouts = status.rollouts.toLocaleString("en");
-    const total = Number(status.config?.steps) ? ` of ${Number(status.config.steps)}` : "";
-    const steps = metrics.size ? `${stepsDone(metrics)}${total} steps · ` : "";
-    const written = status.written ? ` · ${lastWritten(status.written)}` : "";
-    const prefix = store.chosen.length > 1 ? `${visible(name)}: ` : "";
-    parts.push(h("span", {}, `${prefix}${steps}${rollouts} rollouts${written}`));
-    if (status.files_pending || !status.scanned)
-      parts.push(
-        h("progress", { max: status.files || 1, value: status.files - status.files_pending }),
-        h(
-          "span",
-          { class: "indexing" },
-          status.scanned ? `indexing, ${status.files_pending} files to go` : "indexing …",
-        ),
-      );
-    const broken = store.broken(name);
-    if (broken)
-      parts.push(
-        h(
-          "span",
-          { class: "warning broken", title: "cut off or no JSON; they are left out" },
-          `${broken} broken ${broken === 1 ? "line" : "lines"} skipped`,
-        ),
-      );
-    if (status.error) parts.push(h("span", { class: "warning" }, visible(status.error)));
-  }
-  if (store.error) parts.push(h("span", { class: "warning" }, visible(store.error)));
-  document.getElementById("status").replaceChildren(...parts);
+  const lines = store.chosen.map(statusOf).filter(Boolean);
+  if (store.error) lines.push(h("div", { class: "line warning" }, visible(store.error)));
+  document.getElementById("status").replaceChildren(...lines);
 }
 
 addEventListener("hashchange", route);

@@ -73,6 +73,13 @@ export function strokeOf(colour, dash = []) {
   return canvas;
 }
 
+/** A small square of a colour, for a legend. */
+export function swatch(background) {
+  const made = h("i", { class: "swatch" });
+  made.style.background = background;
+  return made;
+}
+
 export function css(variable) {
   return getComputedStyle(document.documentElement).getPropertyValue(variable).trim();
 }

@@ -1,32 +1,13 @@
 // Curves of the chosen runs: reward, accuracy, where the time of a step goes, and any other metric.
-import { Chart, colour, dash, smoothed } from "./charts.js";
+import { Chart, activityColour, colour, dash, smoothed } from "./charts.js";
 import { h, select, visible } from "./dom.js";
+import { defaultCharts, phasesOf, tasksOf } from "./metrics.js";
+import { notesView } from "./notes.js";
+import { settingsView } from "./settings.js";
 import { store } from "./store.js";
 
-const FIRST_EXTRAS = ["entropy/all/mean", "mismatch_kl/all/mean", "completion_tokens/all/mean", "policy_age/all/mean"];
-
-const EVERY = "every one";
-
-/** The tasks among keys such as reward/<task>/mean; `all` first. */
-export function tasksOf(keys, metric) {
-  const found = keys
-    .map((key) => key.split("/"))
-    .filter((parts) => parts[0] === metric && parts.at(-1) === "mean");
-  const names = [...new Set(found.map((parts) => parts.slice(1, -1).join("/")))];
-  // With one task, "all" and the task are the same curve.
-  const tasks = names.filter((name) => name !== "all");
-  return tasks.length === 1 ? tasks : names.sort((a, b) => (b === "all") - (a === "all") || (a < b ? -1 : 1));
-}
-
-/** The phases of a step's time, in the order they happen. */
-export function phasesOf(keys) {
-  const order = ["generate", "grade", "train", "sync", "evaluate"];
-  const place = (name) => (order.indexOf(name) + 1 || order.length + 1) * 1000;
-  const found = keys
-    .filter((key) => key.startsWith("time/") && key !== "time/step")
-    .map((key) => key.slice(5));
-  return found.filter((name) => !name.includes("/")).sort((a, b) => place(a) - place(b) || (a < b ? -1 : 1));
-}
+const EACH = "each task";
+const SECONDS = "seconds";
 
 function allKeys() {
   return [...new Set(store.chosen.flatMap((run) => [...store.run(run).keys]))].sort();
@@ -44,103 +25,125 @@ function valuesOf(run, key, steps) {
   });
 }
 
+/** Whether a metric of some chosen run is ever not 0. */
+function moves(key) {
+  return store.chosen.some((run) => [...store.run(run).metrics.values()].some((row) => row[key]));
+}
+
+/** Whether a curve has so few values that each needs a point: one, or some of its steps only. */
+export function isSparse(values) {
+  const known = values.flatMap((value, i) => (value === null ? [] : [i]));
+  return known.length < 2 || known.length * 2 < known.at(-1) - known[0] + 1;
+}
+
 /** Series of some keys: with one run a colour a key; with several a colour a run, a dash a key. */
 function seriesOf(steps, keys, smooth) {
   const several = store.chosen.length > 1;
-  return store.chosen.flatMap((run, r) =>
-    keys
-      .map(({ key, label }, k) => {
-        const values = valuesOf(run, key, steps);
-        const known = values.filter((value) => value !== null).length;
-        if (!known) return null;
-        return {
-          label: several ? `${run} · ${label}` : label,
-          values: smoothed(values, smooth),
-          colour: colour(several ? r : k),
-          dash: several ? dash(k) : [],
-          points: known < 2 || known * 2 < steps.length,
-        };
-      })
-      .filter(Boolean),
+  const found = store.chosen.flatMap((run, r) =>
+    keys.map(({ key, label, like }, k) => ({ run, r, label, like, k, values: valuesOf(run, key, steps) })),
   );
+  const shown = found.filter(({ values }) => values.some((value) => value !== null));
+  const alone = new Set(shown.map(({ label }) => label)).size === 1;
+  return shown.map(({ run, r, label, like, k, values }) => ({
+    label: !several ? label : alone || label === "all" ? run : `${run} · ${label}`,
+    values: smoothed(values, smooth),
+    colour: colour(several ? r : (like ?? k)),
+    dash: dash(several ? k : like === undefined ? 0 : 1),
+    points: isSparse(values),
+  }));
+}
+
+/** Charts that the user has added and removed; in this browser, for all runs. */
+class Choice {
+  constructor() {
+    const kept = JSON.parse(localStorage.getItem("charts") || "{}");
+    this.added = kept.added || [];
+    this.removed = kept.removed || [];
+  }
+
+  #keep() {
+    localStorage.setItem("charts", JSON.stringify({ added: this.added, removed: this.removed }));
+  }
+
+  add(id) {
+    if (this.removed.includes(id)) this.removed = this.removed.filter((other) => other !== id);
+    else this.added = [...new Set([...this.added, id])];
+    this.#keep();
+  }
+
+  remove(id) {
+    if (this.added.includes(id)) this.added = this.added.filter((other) => other !== id);
+    else this.removed = [...new Set([...this.removed, id])];
+    this.#keep();
+  }
 }
 
 export function overview(root) {
   let smooth = Number(localStorage.getItem("smooth") || 0);
-  let extras = JSON.parse(localStorage.getItem("metrics") || "null");
   let task = sessionStorage.getItem("task");
+  const choice = new Choice();
   const charts = new Map();
   const grid = h("div", { class: "grid" });
-  const chooser = h("select", { name: "metric", "aria-label": "add a metric" });
+  const chooser = h("select", { name: "metric", "aria-label": "add a chart" });
   chooser.addEventListener("change", () => {
-    if (chooser.value) setExtras([...extras, chooser.value]);
+    if (chooser.value) choice.add(chooser.value);
+    update();
   });
   const levels = [
-    ["0", "as it is"],
-    ["0.6", "a little"],
-    ["0.9", "much"],
+    ["0", "off"],
+    ["0.6", "some"],
+    ["0.9", "strong"],
   ];
   const smoothing = select("smooth", levels, String(smooth), (value) => {
     localStorage.setItem("smooth", (smooth = Number(value)));
     update();
   });
-  const tasks = h("span");
-  const configs = h("div");
-  const empty = h("p", { class: "quiet" }, "No step is done yet; this page follows the run.");
+  const tasks = h("label");
+  const notes = notesView();
+  const settings = settingsView();
+  const empty = h(
+    "p",
+    { class: "quiet" },
+    "No step is finished yet. The charts appear here without a reload.",
+  );
   root.append(
-    h("div", { class: "bar" }, tasks, h("label", {}, "smooth ", smoothing), chooser),
+    h("div", { class: "bar" }, tasks, h("label", {}, "smoothing ", smoothing), chooser),
+    notes.element,
     empty,
     grid,
-    configs,
+    settings.element,
   );
-
-  function setExtras(keys) {
-    localStorage.setItem("metrics", JSON.stringify((extras = [...new Set(keys)])));
-    update();
-  }
 
   /** A chart by its id, made when it is first asked for. */
   function chart(id, title, options) {
     if (!charts.has(id)) {
-      charts.set(id, new Chart(title, options));
+      const onclose = () => {
+        choice.remove(options.choice ?? id);
+        update();
+      };
+      charts.set(id, new Chart(title, { ...options, onclose }));
       grid.append(charts.get(id).element);
     }
     return charts.get(id);
   }
 
+  /** The charts to show, but for the seconds of a step; and those that the user has removed. */
   function wanted(keys) {
     // Several runs, several tasks: too many curves for one chart.
-    const shownTask =
-      task ?? (store.chosen.length > 1 && tasksOf(keys, "reward").includes("all") ? "all" : EVERY);
-    showTasks(tasksOf(keys, "reward"), shownTask);
-    const wantedTask = (name) => shownTask === EVERY || name === shownTask;
-    const named = (metric) =>
-      tasksOf(keys, metric)
-        .filter(wantedTask)
-        .map((task) => ({ key: `${metric}/${task}/mean`, label: task || metric }));
-    const held = (metric) =>
-      keys
-        .filter(
-          (key) =>
-            key === `eval/${metric}` ||
-            (key.startsWith(`eval/${metric}/`) && wantedTask(key.slice(`eval/${metric}/`.length))),
-        )
-        .map((key) => ({ key, label: key.replace(`eval/${metric}`, "held out").replace("/", " ") }));
-    return [
-      { id: "reward", title: "Reward", keys: [...named("reward"), ...held("reward")] },
-      { id: "accuracy", title: "Accuracy", keys: [...named("accuracy"), ...held("accuracy")] },
-      ...extras.map((key) => ({
-        id: `metric ${key}`,
-        title: key,
-        keys: [{ key, label: key }],
-        options: { onclose: () => setExtras(extras.filter((other) => other !== key)) },
-      })),
-    ];
+    const names = tasksOf(keys, "reward");
+    const shown = task ?? (store.chosen.length > 1 && names.includes("all") ? "all" : EACH);
+    showTasks(names, shown);
+    // Of runs with different tasks, each has a curve for its own.
+    const apart = shown === EACH || !names.includes(shown);
+    const defaults = defaultCharts(keys, (name) => apart || name === shown, moves);
+    const own = choice.added.map((key) => ({ id: key, title: key, keys: [{ key, label: "value" }] }));
+    const kept = defaults.filter(({ id }) => !choice.removed.includes(id));
+    return { specs: [...kept, ...own], removed: defaults.filter((one) => !kept.includes(one)) };
   }
 
-  function showTimes() {
+  function showSeconds() {
     const ids = [];
-    for (const run of store.chosen) {
+    for (const run of choice.removed.includes(SECONDS) ? [] : store.chosen) {
       const phases = phasesOf([...store.run(run).keys]);
       // The last line of a run may be an evaluation alone.
       const { metrics } = store.run(run);
@@ -149,58 +152,42 @@ export function overview(root) {
       );
       if (!steps.length) continue;
       const title = store.chosen.length > 1 ? `Seconds of a step: ${run}` : "Seconds of a step";
-      const series = phases.map((name, i) => ({
+      const series = phases.map((name) => ({
         label: name,
         values: valuesOf(run, `time/${name}`, steps),
-        colour: colour(i),
+        colour: activityColour(name),
       }));
-      ids.push(title);
-      chart(ids.at(-1), title, { stack: true }).show(steps, series);
+      ids.push(`${SECONDS} ${title}`);
+      chart(ids.at(-1), title, { stack: true, choice: SECONDS }).show(steps, series);
     }
     return ids;
   }
 
   function update() {
     const keys = allKeys();
-    if (extras === null && keys.length) extras = FIRST_EXTRAS.filter((key) => keys.includes(key));
     const steps = allSteps(store.chosen);
     empty.hidden = steps.length > 0;
-    const shown = new Set();
-    const specs = extras === null ? [] : wanted(keys);
-    for (const [place, { id, title, keys: some, options }] of specs.entries()) {
-      if (place === 2) for (const time of showTimes()) shown.add(time);
+    const { specs, removed } = wanted(keys);
+    const shown = [];
+    for (const { id, title, keys: some, ...options } of specs) {
       const series = seriesOf(steps, some, smooth);
       if (!series.length) continue;
-      shown.add(id);
+      shown.push(id);
       chart(id, title, options).show(steps, series);
     }
-    if (specs.length <= 2) for (const time of showTimes()) shown.add(time);
+    shown.splice(2, 0, ...showSeconds()); // after reward and accuracy
     for (const [id, made] of charts)
-      if (!shown.has(id)) {
+      if (!shown.includes(id)) {
         made.close();
         made.element.remove();
         charts.delete(id);
       }
-    for (const [place, id] of [...shown].entries()) charts.get(id).element.style.order = place;
-    showChooser(keys);
-    showConfigs();
-  }
-
-  let known = "";
-  function showConfigs() {
-    const found = store.chosen
-      .map((run) => [run, store.run(run).status?.config])
-      .filter(([, config]) => config);
-    if (known === (known = found.map(([run]) => run).join("\n"))) return;
-    const row = ([name, value]) => h("tr", {}, h("th", {}, visible(name)), h("td", {}, visible(value)));
-    const card = ([run, config]) =>
-      h(
-        "details",
-        { class: "card config" },
-        h("summary", {}, `Config of ${visible(run)}`),
-        h("table", { class: "details" }, Object.entries(config).map(row)),
-      );
-    configs.replaceChildren(...found.map(card));
+    for (const [place, id] of shown.entries()) charts.get(id).element.style.order = place;
+    const gone = removed.map(({ id, title }) => [id, title]);
+    if (choice.removed.includes(SECONDS)) gone.push([SECONDS, "Seconds of a step"]);
+    showChooser(keys, gone);
+    notes.update();
+    settings.update();
   }
 
   let offeredTasks = "";
@@ -211,21 +198,24 @@ export function overview(root) {
       sessionStorage.setItem("task", (task = value));
       update();
     };
-    tasks.replaceChildren("task ", select("task", [EVERY, ...names], shown, choose));
+    const options = names.map((name) => (name === "all" ? [name, "all tasks together"] : name));
+    tasks.replaceChildren("task ", select("task", [EACH, ...options], shown, choose));
   }
 
   let offered = "";
-  function showChooser(keys) {
-    const rest = keys.filter((key) => key !== "step" && !(extras || []).includes(key));
-    if (offered === (offered = rest.join("\n"))) return;
+  function showChooser(keys, gone) {
+    const rest = keys.filter((key) => key !== "step" && !choice.added.includes(key));
+    if (offered === (offered = JSON.stringify([rest, gone]))) return;
+    const option = ([id, title]) => h("option", { value: id }, visible(title));
+    const group = (name, members) => h("optgroup", { label: visible(name) }, members.map(option));
     const groups = Map.groupBy(rest, (key) => key.split("/")[0]);
     chooser.replaceChildren(
-      h("option", { value: "" }, "add a metric …"),
+      h("option", { value: "" }, "add a chart …"),
+      ...(gone.length ? [group("removed", gone)] : []),
       ...[...groups].map(([name, members]) =>
-        h(
-          "optgroup",
-          { label: visible(name) },
-          members.map((key) => h("option", { value: key }, visible(key))),
+        group(
+          name,
+          members.map((key) => [key, key]),
         ),
       ),
     );

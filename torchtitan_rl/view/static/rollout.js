@@ -19,7 +19,7 @@ export function modeBar(rollouts, onchange) {
   if (!modes.includes(mode)) mode = modes.find((name) => name !== "rl") || modes[0] || "rl";
   const buttons = allModes(sequences).map((name) => {
     const missing = !modes.includes(name);
-    const title = missing ? "this run has not saved it for this rollout" : "";
+    const title = missing ? "not saved for this rollout; --trainer.export_tokens saves what the trainer computes" : "";
     return h(
       "button",
       { "data-mode": name, disabled: missing, title, onclick: () => choose(name) },
@@ -115,6 +115,14 @@ export function factsOf(rollout) {
       ? `${short(rollout.policy_version)} to ${short(rollout.newest_version)}`
       : short(rollout.policy_version);
   return [
+    rollout.expected_answer === ""
+      ? null
+      : h(
+          "section",
+          {},
+          h("h2", {}, "Expected answer"),
+          h("div", { class: "text" }, shortText(rollout.expected_answer)),
+        ),
     facts("Reward", [
       ["reward", h("b", {}, short(rollout.reward))],
       ["correct", mark(rollout.correct)],
@@ -135,14 +143,6 @@ export function factsOf(rollout) {
       ["policy version", versions],
       ["temperature", short(rollout.temperature)],
     ]),
-    rollout.expected_answer === ""
-      ? null
-      : h(
-          "section",
-          {},
-          h("h2", {}, "Expected answer"),
-          h("div", { class: "text" }, shortText(rollout.expected_answer)),
-        ),
     facts("Seconds", texts(rollout.parts)),
     facts("State", texts(rollout.state)),
   ];
@@ -215,9 +215,14 @@ export function rolloutView(root, { run, key }) {
         { class: "bar" },
         rollout.sequences.length
           ? h("span", { class: "buttons" }, as("tokens", "tokens"), as("messages", "messages"))
-          : h("span", { class: "quiet" }, "no tokens were saved of this rollout: its messages"),
+          : h("span", { class: "quiet" }, "messages: no tokens were saved for this rollout"),
         bar,
-        h("span", { class: "quiet hint" }, "j, k: next and previous"),
+        h(
+          "span",
+          { class: "bar hint" },
+          h("button", { title: "key: k", onclick: () => move(-1) }, "← previous"),
+          h("button", { title: "key: j", onclick: () => move(1) }, "next →"),
+        ),
       ),
       rollout.problem && tokens ? h("p", { class: "warning" }, visible(rollout.problem)) : "",
       h("div", { class: "columns" }, talk.element, h("aside", {}, factsOf(rollout))),
@@ -232,6 +237,15 @@ export function rolloutView(root, { run, key }) {
       if (!closed) root.replaceChildren(h("p", { class: "warning" }, visible(error.message)));
     }
   }
+
+  /** To the rollout after this one (+1) or before it (-1), in the table or else in the group. */
+  async function move(by) {
+    if (rollout === null) return;
+    const place = rollout.samples.findIndex((row) => row.key === key);
+    const row = (await neighbour(run, key, by)) || rollout.samples[place + by];
+    if (row && !closed) location.replace(rolloutAddress(run, row));
+  }
+
   load();
   return {
     // Opened by its address before the index had come to it.
@@ -239,12 +253,9 @@ export function rolloutView(root, { run, key }) {
       if (rollout === null) load();
     },
     close: () => (closed = true),
-    async key(event) {
+    key(event) {
       const by = { j: 1, ArrowRight: 1, k: -1, ArrowLeft: -1 }[event.key];
-      if (by === undefined || rollout === null) return;
-      const place = rollout.samples.findIndex((row) => row.key === key);
-      const row = (await neighbour(run, key, by)) || rollout.samples[place + by];
-      if (row && !closed) location.replace(rolloutAddress(run, row));
+      if (by !== undefined) move(by);
     },
   };
 }

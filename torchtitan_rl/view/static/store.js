@@ -10,6 +10,15 @@ export async function get(name, parameters = {}) {
   return answer;
 }
 
+/** Changes something; the server accepts it from this page only. */
+export async function post(name, values) {
+  const headers = { "Content-Type": "application/json" };
+  const response = await fetch(`api/${name}`, { method: "POST", headers, body: JSON.stringify(values) });
+  const answer = await response.json();
+  if (!response.ok) throw new Error(answer.error || response.statusText);
+  return answer;
+}
+
 class Store {
   runs = [];
   chosen = [];
@@ -53,7 +62,7 @@ class Store {
       if (this.error) this.#tell();
       this.error = "";
     } catch (error) {
-      this.error = `the server does not answer (${error.message})`;
+      this.error = `the server does not respond (${error.message})`;
       this.#tell();
     }
     return more;
@@ -69,7 +78,8 @@ class Store {
   async #update(name) {
     const run = this.run(name);
     const { cursor } = run;
-    const answer = await get("status", { run: name, cursor });
+    const config_version = run.status?.config_version || "";
+    const answer = await get("status", { run: name, cursor, config_version });
     if (run.cursor !== cursor) return true; // two were asked at once, and the other has come first
     if (answer.reset) {
       run.metrics.clear();

@@ -2,31 +2,28 @@
 import { h, mark, select, short, visible } from "./dom.js";
 import { get, store } from "./store.js";
 
+// Of the index: name, title, whether it is a number, and whether it is shown before anybody chooses.
 const COLUMNS = [
-  ["step", "step"],
-  ["task", "task"],
-  ["split", "split"],
-  ["group", "group"],
-  ["sample", "sample"],
-  ["correct", "correct"],
-  ["reward", "reward"],
-  ["advantage", "advantage"],
-  ["status", "status"],
-  ["turns", "turns"],
-  ["tokens", "tokens"],
-  ["policy_version", "version"],
-  ["seconds", "seconds"],
+  ["step", "step", true, true],
+  ["task", "task", false, true],
+  ["split", "split", false, true],
+  ["group", "group", false, false],
+  ["sample", "sample", true, false],
+  ["correct", "correct", false, true],
+  ["reward", "reward", true, true],
+  ["advantage", "advantage", true, true],
+  ["status", "status", false, true],
+  ["turns", "turns", true, false],
+  ["tokens", "tokens", true, true],
+  ["policy_version", "policy version", true, false],
+  ["seconds", "seconds", true, false],
 ];
-const NUMBERS = new Set([
-  "step",
-  "sample",
-  "reward",
-  "advantage",
-  "turns",
-  "tokens",
-  "policy_version",
-  "seconds",
-]);
+const NUMBERS = new Set(COLUMNS.filter(([, , number]) => number).map(([name]) => name));
+const TEXTS = [
+  ["question", "question"],
+  ["preview", "answer"],
+  ["expected_answer", "expected"],
+];
 const FILTERS = [
   "task",
   "split",
@@ -58,12 +55,26 @@ export async function neighbour(run, key, direction) {
   return listed.rows[place + direction] || null;
 }
 
-function cell(name, row) {
-  if (name === "correct") return h("td", {}, mark(row.correct));
-  if (NUMBERS.has(name)) return h("td", { class: "number" }, short(row[name]));
-  if (name === "status")
-    return h("td", { class: row.status === "finished" ? "" : "odd" }, visible(row.status));
-  return h("td", { title: visible(row[name] ?? "") }, visible(row[name] ?? ""));
+function cell([name, title], row) {
+  const attributes = { "data-column": name, "data-title": title };
+  if (name === "correct") return h("td", attributes, mark(row.correct));
+  if (NUMBERS.has(name)) return h("td", { ...attributes, class: "number" }, short(row[name]));
+  const text = visible(row[name] ?? "");
+  const odd = name === "status" && row.status !== "finished";
+  return h("td", { ...attributes, class: odd ? "odd" : "", title: text }, text);
+}
+
+function textCell([name, title], row, address) {
+  const text = visible((row[name] ?? "").replace(/\s+/g, " ").trim());
+  const attributes = { class: "words", "data-column": name, "data-title": title, title: text };
+  if (name !== "preview") return h("td", attributes, text);
+  return h("td", attributes, h("a", { href: address }, text || "(empty)"));
+}
+
+/** Names of the columns that are shown; in this browser, for all runs. */
+function shownColumns() {
+  const kept = JSON.parse(localStorage.getItem("columns") || "null");
+  return new Set(kept || COLUMNS.filter(([, , , first]) => first).map(([name]) => name));
 }
 
 export function table(root, parameters) {
@@ -78,7 +89,10 @@ export function table(root, parameters) {
   let version = null;
   const starts = JSON.parse(parameters.back || "[]");
   const filters = h("form", { class: "bar filters", onsubmit: (event) => event.preventDefault() });
+  const head = h("tr");
   const body = h("tbody");
+  const shown = shownColumns();
+  const columns = () => COLUMNS.filter(([name]) => shown.has(name));
   const note = h("div", { class: "bar paging" });
 
   const go = (changes) => {
@@ -104,6 +118,7 @@ export function table(root, parameters) {
       "th",
       {
         class: NUMBERS.has(name) ? "number" : "",
+        "data-column": name,
         "aria-sort": on ? (up ? "ascending" : "descending") : null,
       },
       button,
@@ -111,19 +126,53 @@ export function table(root, parameters) {
   }
 
   function line(row, i) {
-    const open = () => (location.hash = rolloutAddress(run, row));
-    const link = h(
-      "a",
-      { href: rolloutAddress(run, row) },
-      visible(row.preview.replace(/\s+/g, " ")) || "(nothing said)",
-    );
-    const cells = COLUMNS.map(([name]) => cell(name, row));
+    const address = rolloutAddress(run, row);
     return h(
       "tr",
-      { onclick: open, class: i === at ? "at" : "", "data-key": row.key },
-      cells,
-      h("td", { class: "preview" }, link),
+      { onclick: () => (location.hash = address), class: i === at ? "at" : "", "data-key": row.key },
+      columns().map((column) => cell(column, row)),
+      TEXTS.map((column) => textCell(column, row, address)),
     );
+  }
+
+  function showRows() {
+    const texts = TEXTS.map(([name, title]) => h("th", { "data-column": name }, title));
+    head.replaceChildren(...columns().map(header), ...texts);
+    body.replaceChildren(...page.rows.map(line));
+  }
+
+  function columnPicker() {
+    const box = ([name, title]) => {
+      const made = h("input", { type: "checkbox", name: `column_${name}`, checked: shown.has(name) });
+      made.addEventListener("change", () => {
+        if (made.checked) shown.add(name);
+        else shown.delete(name);
+        localStorage.setItem("columns", JSON.stringify([...shown]));
+        showRows();
+      });
+      return h("label", {}, made, title);
+    };
+    return h(
+      "details",
+      { class: "picker" },
+      h("summary", { class: "button" }, "columns"),
+      h("div", { class: "menu" }, COLUMNS.map(box)),
+    );
+  }
+
+  /** For a phone, where rows are cards and have no header to click on. */
+  function sorter() {
+    const chosen = `${query.sort || "step"} ${query.order || "descending"}`;
+    const options = COLUMNS.flatMap(([name, title]) => [
+      [`${name} descending`, `sort by ${title} ↓`],
+      [`${name} ascending`, `sort by ${title} ↑`],
+    ]);
+    const made = select("sort", options, chosen, (value) => {
+      const [sort, order] = value.split(" ");
+      filter({ sort, order });
+    });
+    made.classList.add("sorter");
+    return made;
   }
 
   function showFilters(facets) {
@@ -163,7 +212,9 @@ export function table(root, parameters) {
         input("reward_min", "number", "from"),
         input("reward_max", "number", "to"),
       ),
-      input("text", "search", "search the text"),
+      input("text", "search", "search questions and answers"),
+      sorter(),
+      columnPicker(),
       ...(query.group ? [h("span", { class: "chip" }, `group ${visible(query.group)}`)] : []),
       ...(FILTERS.some((name) => query[name])
         ? [
@@ -173,7 +224,7 @@ export function table(root, parameters) {
                 type: "button",
                 onclick: () => filter(Object.fromEntries(FILTERS.map((name) => [name, ""]))),
               },
-              "clear",
+              "clear filters",
             ),
           ]
         : []),
@@ -184,22 +235,22 @@ export function table(root, parameters) {
     const start = Number(query.start || 0);
     const count = page.total.toLocaleString("en");
     const text = query.text
-      ? `${page.rows.length} found; searched ${page.searched.toLocaleString("en")} of ${count} rollouts`
+      ? `${page.rows.length} found in ${page.searched.toLocaleString("en")} of ${count} rollouts`
       : page.rows.length
         ? `${(start + 1).toLocaleString("en")}–${(start + page.rows.length).toLocaleString("en")} of ${count} rollouts`
         : `${count} rollouts`;
-    const back = h("button", { disabled: !starts.length, onclick: () => history.back() }, "← before");
+    const back = h("button", { disabled: !starts.length, onclick: () => history.back() }, "← previous");
     const more = () => go({ start: page.next, back: JSON.stringify([...starts, start].slice(-50)) });
     const onward = h(
       "button",
       { disabled: page.next === null, onclick: more },
-      query.text ? "search on →" : "next →",
+      query.text ? "search further →" : "next →",
     );
     note.replaceChildren(
       h("span", { class: "count" }, text),
       back,
       onward,
-      h("span", { class: "quiet hint" }, "j, k: up and down · Enter: open"),
+      h("span", { class: "quiet hint" }, "keys: j, k to move, Enter to open"),
     );
   }
 
@@ -212,7 +263,7 @@ export function table(root, parameters) {
       page = answer;
       Object.assign(listed, { run, query, rows: [...page.rows], next: page.next });
       if (first || !filters.contains(document.activeElement)) showFilters(page.facets);
-      body.replaceChildren(...page.rows.map(line));
+      showRows();
       showPaging();
     } catch (error) {
       note.replaceChildren(h("span", { class: "warning" }, visible(error.message)));
@@ -230,7 +281,7 @@ export function table(root, parameters) {
     h(
       "div",
       { class: "scroll" },
-      h("table", {}, h("thead", {}, h("tr", {}, COLUMNS.map(header), h("th", {}, "said last"))), body),
+      h("table", {}, h("thead", {}, head), body),
     ),
     note,
   );

@@ -1,15 +1,15 @@
 // Tokens, coloured by what is known of them.
-import { h, short, showTip, visible, visibleToken } from "./dom.js";
+import { h, short, showTip, swatch, visible, visibleToken } from "./dom.js";
 
 const BLUE = "37, 99, 235";
 const ORANGE = "234, 88, 12";
 const AMBER = "217, 119, 6";
 const MASKS = {
-  rl: "37, 99, 235",
+  RL: "37, 99, 235",
   echo: "147, 51, 234",
   none: null,
-  "held: ratio too high": "220, 38, 38",
-  "held: ratio too low": "234, 88, 12",
+  "masked: ratio too high": "220, 38, 38",
+  "masked: ratio too low": "234, 88, 12",
 };
 const VERSIONS = [
   "37, 99, 235",
@@ -54,9 +54,9 @@ export function allModes(sequences) {
 }
 
 function maskOf(columns, i) {
-  if (columns.masked?.[i] > 0) return "held: ratio too high";
-  if (columns.masked?.[i] < 0) return "held: ratio too low";
-  if (columns.rl[i]) return "rl";
+  if (columns.masked?.[i] > 0) return "masked: ratio too high";
+  if (columns.masked?.[i] < 0) return "masked: ratio too low";
+  if (columns.rl[i]) return "RL";
   return columns.echo?.[i] ? "echo" : "none";
 }
 
@@ -122,18 +122,12 @@ function scale(mode, sequences, reach) {
   };
 }
 
-function swatch(background) {
-  const made = h("i", { class: "swatch" });
-  made.style.background = background;
-  return made;
-}
-
 /** Everything known of a token. */
 function details(columns, i) {
   const rows = [
     ["token", visibleToken(columns.text[i])],
     ["id", String(columns.tokens[i])],
-    ["place", i < columns.prompt ? `prompt ${i}` : `${i - columns.prompt}`],
+    ["place", i < columns.prompt ? `${i} of the prompt` : `${i - columns.prompt} of the completion`],
   ];
   for (const mode of allModes([columns]))
     if (mode !== "rl" && columns[mode]) rows.push([modeOf(mode).label, short(columns[mode][i])]);
