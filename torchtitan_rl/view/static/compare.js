@@ -85,7 +85,11 @@ export function compare(root, parameters) {
           "← back",
         ),
         h("b", {}, visible(a.group === b.group ? a.group : `${a.group} and ${b.group}`)),
-        h("span", { class: "quiet" }, differsAt < 0 ? "the tokens are the same" : "the red mark is the first difference"),
+        h(
+          "span",
+          { class: "quiet" },
+          differsAt < 0 ? "the tokens are the same" : "the red mark is the first difference",
+        ),
       ),
       bar,
       h("div", { class: "panes" }, pane("a", a, talks[0], full), pane("b", b, talks[1], full)),

@@ -36,7 +36,8 @@ export function phasesOf(keys) {
 
 /**
  * The charts of the overview for the metrics that there are: {id, title, about, share, keys: [{key,
- * label, like}]}; `like` is the number of the curve whose colour a curve shares. `wanted(task)` says whether a task is shown, `moves(key)` whether a metric is ever not 0.
+ * label, like}]}; `like` is the number of the curve whose colour a curve shares. `wanted(task)` says
+ * whether a task is shown, `moves(key)` whether a metric is ever not 0.
  */
 export function defaultCharts(keys, wanted, moves) {
   const has = new Set(keys);

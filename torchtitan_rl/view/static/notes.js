@@ -14,7 +14,12 @@ function card(run) {
     element.classList.toggle("card", notes.text !== "");
     const button = h(
       "button",
-      { class: "edit", disabled: notes.problem !== "", title: visible(notes.problem), onclick: () => edit(notes) },
+      {
+        class: "edit",
+        disabled: notes.problem !== "",
+        title: visible(notes.problem),
+        onclick: () => edit(notes),
+      },
       notes.text ? "edit" : `add a note${about()}`,
     );
     element.replaceChildren(
@@ -80,7 +85,8 @@ export function notesView() {
     update() {
       for (const run of store.chosen) if (!cards.has(run)) cards.set(run, card(run));
       const wanted = store.chosen.map((run) => cards.get(run).element);
-      const same = wanted.length === element.children.length && wanted.every((one, i) => one === element.children[i]);
+      const shown = [...element.children];
+      const same = wanted.length === shown.length && wanted.every((one, i) => one === shown[i]);
       if (!same) element.replaceChildren(...wanted);
       for (const run of store.chosen) cards.get(run).update();
     },

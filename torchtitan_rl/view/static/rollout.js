@@ -19,7 +19,7 @@ export function modeBar(rollouts, onchange) {
   if (!modes.includes(mode)) mode = modes.find((name) => name !== "rl") || modes[0] || "rl";
   const buttons = allModes(sequences).map((name) => {
     const missing = !modes.includes(name);
-    const title = missing ? "not saved for this rollout; --trainer.export_tokens saves what the trainer computes" : "";
+    const title = missing ? "not saved; --trainer.export_tokens saves what the trainer computes" : "";
     return h(
       "button",
       { "data-mode": name, disabled: missing, title, onclick: () => choose(name) },

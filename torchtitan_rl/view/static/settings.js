@@ -68,7 +68,9 @@ export function settingsView() {
         "section",
         { class: "card config differing" },
         h("h2", {}, "Settings that differ"),
-        names.length ? table(names, found) : h("p", { class: "quiet" }, "None: the runs have the same settings."),
+        names.length
+          ? table(names, found)
+          : h("p", { class: "quiet" }, "None: the runs have the same settings."),
       );
       element.replaceChildren(...(found.length > 1 ? [differing] : []), all(found));
     },
