@@ -1,5 +1,5 @@
 // Two rollouts side by side: samples of one group, or of the same group in two runs.
-import { h, mark, select, short, visible } from "./dom.js";
+import { h, mark, select, short, shortText, visible } from "./dom.js";
 import { conversation, factsOf, modeBar, sampleChips } from "./rollout.js";
 import { get, store } from "./store.js";
 import { addressOf } from "./table.js";
@@ -85,6 +85,9 @@ export function compare(root, parameters) {
           "← back",
         ),
         h("b", {}, visible(a.group === b.group ? a.group : `${a.group} and ${b.group}`)),
+        a.expected_answer === ""
+          ? null
+          : h("span", {}, `expected: ${shortText(a.expected_answer).slice(0, 200)}`),
         h(
           "span",
           { class: "quiet" },

@@ -260,10 +260,12 @@ export function table(root, parameters) {
       const answer = await get("rollouts", { ...query, run });
       if (mine !== asked) return;
       const first = page === null;
+      // The same rows stay as they are: an element that is replaced under the pointer loses its click.
+      const same = JSON.stringify(page?.rows) === JSON.stringify(answer.rows);
       page = answer;
       Object.assign(listed, { run, query, rows: [...page.rows], next: page.next });
       if (first || !filters.contains(document.activeElement)) showFilters(page.facets);
-      showRows();
+      if (!same) showRows();
       showPaging();
     } catch (error) {
       note.replaceChildren(h("span", { class: "warning" }, visible(error.message)));
