@@ -48,22 +48,19 @@ function card(run) {
         problem.textContent = visible(error.message);
       }
     };
-    field.addEventListener("keydown", (event) => {
+    const onkeydown = (event) => {
       if (event.key === "Escape") done(notes);
       if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) save();
-    });
-    element.replaceChildren(
-      h("h2", {}, `Notes${about()}`),
-      field,
-      h(
-        "div",
-        { class: "bar" },
-        h("button", { class: "save on", onclick: save }, "save"),
-        h("button", { onclick: () => done(notes) }, "cancel"),
-        h("span", { class: "quiet" }, "kept as notes.md in the folder of the run"),
-        problem,
-      ),
+    };
+    const buttons = h(
+      "div",
+      { class: "bar" },
+      h("button", { class: "save on", onclick: save }, "save"),
+      h("button", { onclick: () => done(notes) }, "cancel"),
+      h("span", { class: "quiet" }, "kept as notes.md in the folder of the run"),
+      problem,
     );
+    element.replaceChildren(h("div", { onkeydown }, h("h2", {}, `Notes${about()}`), field, buttons));
     field.focus();
   }
 
