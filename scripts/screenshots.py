@@ -21,8 +21,16 @@ SIZES = {1280: 720, 390: 844}
 WRONG = "rollouts?split=train&correct=false"
 
 
+def wait_for_charts(page: Page) -> None:
+    page.wait_for(".chart canvas")
+
+
 def wait_for_rows(page: Page) -> None:
     page.wait_for("tbody tr")
+
+
+def wait_for_spans(page: Page) -> None:
+    page.wait_for(".legend .swatch")
 
 
 def open_rollout(page: Page) -> None:
@@ -62,20 +70,15 @@ class Shot:
 
 
 SHOTS = (
-    Shot("overview", "overview", lambda page: page.wait_for(".chart canvas"), in_docs=True),
-    Shot("runs", "overview", lambda page: page.wait_for(".chart canvas"), "all"),
-    Shot("rollouts", "rollouts", wait_for_rows, in_docs=True),
+    Shot("overview", "overview", wait_for_charts, in_docs=True),
+    Shot("runs", "overview", wait_for_charts, "all", in_docs=True),
+    Shot("rollouts", "rollouts?split=train", wait_for_rows, in_docs=True),
     Shot("rollouts-runs", "rollouts", wait_for_rows, "all"),
     Shot("tokens", WRONG, show_tokens, in_docs=True),
     Shot("messages", WRONG, show_messages),
     Shot("compare", WRONG, compare, in_docs=True),
-    Shot("timeline", "timeline", lambda page: page.wait_for(".legend .swatch"), in_docs=True),
-    Shot(
-        "timeline-last",
-        "timeline",
-        lambda page: page.wait_for(".legend .swatch"),
-        "last",
-    ),
+    Shot("timeline-first", "timeline", wait_for_spans),
+    Shot("timeline", "timeline", wait_for_spans, "last", in_docs=True),
 )
 
 

@@ -13,7 +13,7 @@ from tests.view.browser import BrowserMissing, Page, find_browser, open_browser
 from tests.view.synthetic import SyntheticRun, write_lines
 
 ROOT = Path(__file__).parents[2]
-SHOTS = ("overview", "rollouts", "tokens", "compare", "timeline")
+SHOTS = ("overview", "runs", "rollouts", "tokens", "compare", "timeline")
 TITLE = "e.dataset.title"
 BACKGROUND = "getComputedStyle(e).backgroundColor"
 EVIL = (
@@ -165,7 +165,8 @@ def test_two_runs_are_overlaid(opened):
         lines = page.each(f"[data-title={title}] .u-marker canvas", "e.toDataURL()")
         assert len(set(lines)) == len(lines) == len(page.each(f"[data-title={title}] .u-label")) - 1
     page.choose("select[name=task]", "calculator")
-    page.wait("document.querySelector('.chart').textContent.includes('maxrl · calculator')")
+    accuracy = "document.querySelector('[data-title=Accuracy]').textContent"
+    page.wait(f"{accuracy}.includes('maxrl · calculator')")
 
 
 def test_a_phase_has_one_colour_in_all_charts(opened):

@@ -209,6 +209,12 @@ export function rolloutView(root, { run, key }) {
         others.map((other) =>
           h("a", { class: "button compare-run", href: side({ b: other }) }, `compare with ${visible(other)}`),
         ),
+        h(
+          "span",
+          { class: "bar hint" },
+          h("button", { title: "key: k", onclick: () => move(-1) }, "← previous"),
+          h("button", { title: "key: j", onclick: () => move(1) }, "next →"),
+        ),
       ),
       h(
         "div",
@@ -217,12 +223,6 @@ export function rolloutView(root, { run, key }) {
           ? h("span", { class: "buttons" }, as("tokens", "tokens"), as("messages", "messages"))
           : h("span", { class: "quiet" }, "messages: no tokens were saved for this rollout"),
         bar,
-        h(
-          "span",
-          { class: "bar hint" },
-          h("button", { title: "key: k", onclick: () => move(-1) }, "← previous"),
-          h("button", { title: "key: j", onclick: () => move(1) }, "next →"),
-        ),
       ),
       rollout.problem && tokens ? h("p", { class: "warning" }, visible(rollout.problem)) : "",
       h("div", { class: "columns" }, talk.element, h("aside", {}, factsOf(rollout))),
