@@ -17,6 +17,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from email.message import Message
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,7 @@ def host_is_ours(header: str | None, host: str) -> bool:
     return True
 
 
-def why_refused(headers: Mapping[str, str], client: str) -> str:
+def why_refused(headers: Message | Mapping[str, str], client: str) -> str:
     """Why a request must not change anything; empty: it may.
 
     A page of another site can send a form or plain text here, but not with our own address as its
