@@ -285,12 +285,31 @@ async def test_a_gradient_that_is_not_finite_changes_nothing(trainer):
     grid = make_grid(bad, dp_degree=1, tokens_per_microbatch=64)
     cell = single(episode())
     before = per_rank(await trainer.logprobs.call(cell))[0]
-    with pytest.raises(ActorError, match="gradient norm is nan"):
+    with pytest.raises(ActorError, match="gradient norm is nan") as caught:
         await trainer.train_step.call(grid)
+    assert "the advantages are not finite in 2 of 2 tokens, the first of them inf" in str(
+        caught.value
+    )
     after = per_rank(await trainer.logprobs.call(cell))[0]
     assert torch.equal(before[3:], after[3:])
     fine = await gradients(trainer, random_episodes(2, longest=5), dp_degree=1, budget=64)
     assert all(torch.isfinite(g).all() for g in fine.values())
+
+
+async def test_what_is_not_finite_on_one_rank_is_named_by_all(two_ranks):
+    """Whichever rank's error the controller gets: only one of them has seen the microbatch."""
+    episodes = [episode(name="fine", advantage=0.5), episode(name="sums/train/7/3/0")]
+    episodes[1] = episodes[1].with_columns(advantage=math.nan)
+    grid = make_grid(episodes, dp_degree=2, tokens_per_microbatch=8)
+    with pytest.raises(ActorError, match=r"advantages .* nan in sums/train/7/3/0"):
+        await two_ranks.train_step.call(grid)
+
+
+async def test_a_loss_that_fails_in_training_names_its_line(trainer):
+    grid = make_grid([episode()], dp_degree=1, tokens_per_microbatch=64)
+    loss = LossConfig(name="tests.algorithms.late_losses:raises")
+    with pytest.raises(ActorError, match=r"late_losses:raises' raised KeyError.*losses\.py:\d+\)"):
+        await trainer.gradients.call(grid, loss=loss)
 
 
 async def test_the_reference_stays_and_reads_back_in_order(trainer, tiny_model):

@@ -182,6 +182,7 @@ def test_a_bad_result_names_the_function_the_group_and_the_value(function, kwarg
         group_advantages(config, group_of([1, 0]), "sums/train/7")
     assert name in str(error.value)
     assert "group sums/train/7" in str(error.value)
+    assert f"({__file__}:" in str(error.value)
 
 
 def test_an_empty_group_is_refused_by_name():

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -10,10 +9,11 @@ from typing import Any, TypeAlias, cast
 
 from monarch.actor import Actor, concurrent_endpoint
 
-from torchtitan_rl.actors.interfaces import GroupRewards, RewardError, UngradedGroup
+from torchtitan_rl.actors.interfaces import GroupRewards, UngradedGroup
 from torchtitan_rl.config.grader import GraderConfig
 from torchtitan_rl.core.errors import describe_error
 from torchtitan_rl.core.types import Completion, Rollout, ScoredCompletion
+from torchtitan_rl.tasks.rewards import RewardError, check_rewards
 from torchtitan_rl.tasks.task import Reward, Task
 
 CONCURRENT_REWARDS = 4
@@ -93,7 +93,7 @@ class Grader(Actor):
         task, rollouts = self._task_of(group), cast(list[Rollout], group.completions)
         try:
             rewards = task.reward(rollouts, group.expected_answer)
-            return check_rewards(rewards, len(rollouts), self._name(group))
+            return check_rewards(rewards, len(rollouts), self._name(group), task.reward)
         except RewardError as error:
             return error
         except BaseException as error:  # SystemExit too: whatever it is, it is the group's
@@ -164,24 +164,3 @@ def pair(
         ScoredCompletion(completion, reward.value, reward.correct, reward.parts)
         for completion, reward in zip(completions, rewards, strict=True)
     ]
-
-
-def check_rewards(rewards: Any, count: int, where: str) -> list[Reward]:
-    """What the reward function returned for `count` samples, or what is wrong with it."""
-    try:
-        rewards = list(rewards)
-    except TypeError:
-        raise RewardError(f"{where} returned {rewards!r}; expected a list of rewards") from None
-    if len(rewards) != count:
-        raise RewardError(f"{where} returned {len(rewards)} rewards for {count} completions")
-    checked = []
-    for index, reward in enumerate(rewards):
-        if isinstance(reward, bool | int | float):
-            reward = Reward(float(reward), correct=reward >= 1.0)
-        numbers = [reward.value, *reward.parts.values()] if isinstance(reward, Reward) else [None]
-        if not all(isinstance(n, int | float) and math.isfinite(n) for n in numbers):
-            raise RewardError(
-                f"{where} returned {reward!r} for completion {index}; expected a finite number"
-            )
-        checked.append(reward)
-    return checked

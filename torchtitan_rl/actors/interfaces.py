@@ -28,6 +28,7 @@ from torchtitan_rl.core.types import (
     Rollout,
     ScoredCompletion,
 )
+from torchtitan_rl.tasks.rewards import RewardError
 from torchtitan_rl.tasks.task import Reward
 from torchtitan_rl.tasks.tools.tool import ToolCall
 
@@ -113,10 +114,6 @@ class GeneratorProtocol(Protocol):
 
 
 # ---- graders -----------------------------------------------------------------------------------
-
-
-class RewardError(TorchtitanRLError, RuntimeError):
-    """A reward function failed; the message names the task and the group."""
 
 
 @dataclass(slots=True)

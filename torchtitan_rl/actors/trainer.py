@@ -23,6 +23,7 @@ from monarch.actor import Actor, concurrent_endpoint
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 
 from torchtitan_rl.algorithms.echo_loss import echo_loss
+from torchtitan_rl.algorithms.not_finite import NotFinite
 from torchtitan_rl.algorithms.objective import mismatch, objective
 from torchtitan_rl.algorithms.policy_loss import LossInputs, LossOutput
 from torchtitan_rl.batching.grid import Grid
@@ -82,6 +83,7 @@ class Trainer(Actor):
         self._tokens_folder, self._weights_folder = Path(tokens_folder), Path(weights_folder)
         self._seed = seed
         self._thread = ThreadPoolExecutor(1, "trainer")
+        self._not_finite = NotFinite()
         self._publisher: Publisher | None = None
         self._publishing = asyncio.Lock()
         self._copied: Future[None] = Future()
@@ -253,14 +255,21 @@ class Trainer(Actor):
 
     def _update(self, grid: Grid) -> Metrics:
         """One optimizer step."""
+        self._not_finite = NotFinite()
         metrics = self._accumulate(grid, self.config.loss)
         grad_norm = self.rank.clip_gradients(self.config.max_grad_norm)
         if not torch.isfinite(grad_norm):
             self.optimizers.zero_grad()
             raise FloatingPointError(
                 f"the gradient norm is {grad_norm.item()} at policy version "
-                f"{self.state.policy_version}; this update changed no weight. Look at the batch's "
-                "advantages and logprobs, or lower trainer.optimizer.lr"
+                f"{self.state.policy_version}; this update changed no weight. "
+                f"{self._not_finite.first_of_ranks()}"
+            )
+        if self._not_finite.found:  # a constant may be NaN, and have no gradient
+            self.optimizers.zero_grad()
+            raise FloatingPointError(
+                f"the loss is not finite at policy version {self.state.policy_version}: "
+                f"{self._not_finite.found[0]}"
             )
         started = time.perf_counter()
         self._copied.result()
@@ -278,6 +287,7 @@ class Trainer(Actor):
         # Around the backward pass too: activation checkpointing runs the routers again.
         with self.rank.replaying(cell, on=self.config.router_replay):
             passed = self._forward(cell, grid, loss)
+            self._not_finite.watch(loss, passed.loss, passed.inputs, passed.metrics, cell.names)
             passed.loss.backward()
         if self.tokens:
             predicted = passed.predicted
@@ -303,7 +313,7 @@ class Trainer(Actor):
             values["policy_age"] = self.state.policy_version - versions
         measured = by_task(values, cell.tasks, rl.sequence_ids)
         metrics: Metrics = {**output.metrics, **echoed.metrics, **measured}
-        return Pass(total, metrics, predicted, output)
+        return Pass(total, metrics, predicted, output, inputs)
 
 
 @dataclass(slots=True)
@@ -316,6 +326,8 @@ class Pass:
     predicted: "Predicted"
     output: LossOutput
     """Losses and metrics of RL, on the predicted tokens that train by it."""
+    inputs: LossInputs
+    """What RL's loss was computed from."""
 
 
 def _inputs(predicted: "Predicted") -> LossInputs:

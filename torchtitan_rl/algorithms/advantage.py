@@ -3,10 +3,12 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from torchtitan_rl.config.advantage import AdvantageConfig
+from torchtitan_rl.core.errors import defined_at, describe_error
 from torchtitan_rl.core.plugins import check_arguments, resolve
 from torchtitan_rl.core.types import Completion, ScoredCompletion
 
@@ -112,24 +114,33 @@ def group_advantages(
     try:
         advantages = function(rewarded, **config.kwargs)
     except Exception as error:
+        said = describe_error(error, config.name.partition(":")[0])
         raise ValueError(
-            f"advantage function {config.name!r} failed for group {group_id}: {error!r}"
+            f"advantage function {config.name!r} failed for group {group_id}: {said}"
         ) from error
-    who = f"advantage function {config.name!r} returned"
+    _check_advantages(advantages, config.name, function, len(group), group_id)
+    return [float(value) for value in advantages]
+
+
+def _check_advantages(
+    advantages: Any, name: str, function: AdvantageFn, count: int, group_id: str
+) -> None:
+    who, where = f"advantage function {name!r} returned", f"({defined_at(function)})"
     if not hasattr(advantages, "__len__"):
-        raise ValueError(f"{who} {advantages!r} for group {group_id}; expected a list of numbers")
-    if len(advantages) != len(group):
         raise ValueError(
-            f"{who} {len(advantages)} values for group {group_id}, which has {len(group)} "
-            "completions"
+            f"{who} {advantages!r} for group {group_id}; expected a list of numbers {where}"
+        )
+    if len(advantages) != count:
+        raise ValueError(
+            f"{who} {len(advantages)} values for group {group_id}, which has {count} completions "
+            f"{where}"
         )
     for index, value in enumerate(advantages):
         if not hasattr(value, "__float__") or not math.isfinite(value):
             raise ValueError(
                 f"{who} {value!r} for completion {index} of group {group_id}; every advantage "
-                "must be a finite number"
+                f"must be a finite number {where}"
             )
-    return [float(value) for value in advantages]
 
 
 def check_advantage(config: AdvantageConfig) -> None:

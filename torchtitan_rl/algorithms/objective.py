@@ -20,12 +20,33 @@ from torchtitan_rl.algorithms.probe import needs_generator_logprobs, try_loss
 from torchtitan_rl.config.correction import CorrectionConfig
 from torchtitan_rl.config.loss import LossConfig
 from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.core.errors import TorchtitanRLError, describe_error
 from torchtitan_rl.core.metrics import Mean, Metrics
 from torchtitan_rl.core.plugins import check_arguments, resolve
 
 
+class LossError(TorchtitanRLError, RuntimeError):
+    """A loss function of the user's own failed in training; the message says which, and where."""
+
+
 def policy_loss(config: LossConfig, inputs: LossInputs) -> LossOutput:
-    """The configured policy loss alone."""
+    """The configured policy loss alone. An error of a loss of the user's own names it and its
+    line: of what a trainer raises, the traceback stays in that process."""
+    if config.built_in is not None:
+        return _call(config, inputs)
+    who = f"loss {config.name!r}"
+    try:
+        output = _call(config, inputs)
+    except Exception as error:
+        said = describe_error(error, config.name.partition(":")[0])
+        tokens = inputs.logprobs.numel()
+        raise LossError(f"{who} raised {said}, on a microbatch of {tokens} tokens") from error
+    if not isinstance(output, LossOutput):
+        raise LossError(f"{who} must return a LossOutput(loss_sum, metrics); got {output!r}")
+    return output
+
+
+def _call(config: LossConfig, inputs: LossInputs) -> LossOutput:
     return resolve(config.name, LOSSES, what="loss")(inputs, **config.kwargs)
 
 
@@ -36,7 +57,7 @@ def check_loss(config: LossConfig) -> None:
         return
     function = resolve(config.name, LOSSES, what="loss")
     check_arguments(config.name, function, config.kwargs, what="loss")
-    loss = partial(policy_loss, config)
+    loss = partial(_call, config)
     try_loss(config.name, loss, has_reference=config.ref_kl.on)
 
 

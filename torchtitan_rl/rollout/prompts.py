@@ -8,6 +8,7 @@ from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.rollout.groups import PromptGroup
 from torchtitan_rl.rollout.renderer import ChatRenderer
 from torchtitan_rl.rollout.stream_plan import index_name
+from torchtitan_rl.tasks.checked import heldout_examples, train_example
 from torchtitan_rl.tasks.task import Example, Task
 
 MOST_NAMED = 10
@@ -48,15 +49,14 @@ class PromptGroups:
             groups.append(group)
         return groups
 
+    def train(self, task: Task, first: int, count: int = 1) -> list[PromptGroup]:
+        """The groups of so many training examples, from number `first` on."""
+        examples = [train_example(task, index) for index in range(first, first + count)]
+        return self("train", examples, first)
+
     def heldout(self, task: Task, count: int) -> list[PromptGroup]:
         """The groups to evaluate on, sampled greedily."""
-        examples = task.heldout_examples(count)
-        if not examples:
-            raise ValueError(
-                f"task {task.name!r} has nothing to evaluate on: its heldout_examples({count}) "
-                "returned no example, and must return at least one"
-            )
-        return self("heldout", examples, greedy=True)
+        return self("heldout", heldout_examples(task, count), greedy=True)
 
     def _check_lengths(self, task: Task) -> None:
         """Refuse a file with prompts that leave no room for a completion: the first of them to

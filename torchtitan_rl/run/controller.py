@@ -32,6 +32,7 @@ from torchtitan_rl.batching.reduction import weigh
 from torchtitan_rl.batching.validation import require, validate
 from torchtitan_rl.config.resume import fixed_settings
 from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.core.errors import noting
 from torchtitan_rl.core.metrics import flatten, merge_metrics
 from torchtitan_rl.core.types import Episode
 from torchtitan_rl.core.waiting import Clock, Interrupted, interruptible
@@ -68,7 +69,7 @@ from torchtitan_rl.run.starting_model import model_folder
 from torchtitan_rl.run.sync import WeightSync
 from torchtitan_rl.supervision.calls import call_with_deadline
 from torchtitan_rl.supervision.spawn import per_rank, start_monarch
-from torchtitan_rl.tasks.task import Task
+from torchtitan_rl.tasks.trial import build_task
 
 Result = TypeVar("Result")
 
@@ -100,7 +101,7 @@ class Controller:
             hidden_size=hf_config["hidden_size"],
         )
         self.folder = RunFolder(Path(config.output_dir) / config.run_name, resume=config.resume)
-        self.task: Task = config.task.build(seed=config.seed)
+        self.task = build_task(config.task, seed=config.seed)
         self.tasks = self.task.members()
         self.batch_filter = BatchFilter(config.trainer.batch_filter)
         self.batch_filter.try_out(self.tasks)
@@ -111,7 +112,6 @@ class Controller:
         )
         self.renderer = ChatRenderer(model_folder(config), thinking=config.rollout.thinking)
         for task in self.tasks.values():
-            task.check()
             if task.tools:
                 self.renderer.check_tools(task.name)
         self.groups = PromptGroups(config, self.tasks, self.renderer)
@@ -141,7 +141,8 @@ class Controller:
         try:
             with StepProgress("training", total=config.steps, done=first) as progress:
                 for step in range(first, config.steps):
-                    values = await self.step(step)
+                    with noting(f"in step {step}"):
+                        values = await self.step(step)
                     # Logged before it is saved: a run killed in between repeats the step, and
                     # drops the line, where the other order would lose it.
                     log.write(step, values)
@@ -214,8 +215,7 @@ class Controller:
 
     def prompts(self, first: int, count: int = 1) -> list[PromptGroup]:
         """Prompt groups of the run, a function of their index."""
-        indices = range(first, first + count)
-        return self.groups("train", [self.task.train_example(i) for i in indices], first)
+        return self.groups.train(self.task, first, count)
 
     async def rollouts(self, step: int, clock: Clock) -> list[RolloutRecord]:
         """The rollouts of a step, annotated; with a stream, they were started ahead of it."""

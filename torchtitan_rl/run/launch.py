@@ -27,6 +27,7 @@ from torchtitan_rl.run.controller import Controller
 from torchtitan_rl.run.starting_model import model_folder
 from torchtitan_rl.run.warm_start import check_demonstrations, ensure_starting_model
 from torchtitan_rl.supervision.spawn import adopt_orphans, end_all_processes
+from torchtitan_rl.tasks.trial import build_task, try_rewards
 
 GRACE_SECONDS = 1.5
 """After Ctrl-C: time to finish the training step under way and to save."""
@@ -35,6 +36,7 @@ GRACE_SECONDS = 1.5
 def launch(config: RunConfig) -> int:
     """Check a config, train, and end every process; returns the exit code of the command."""
     try:
+        try_task(config)
         if not ensure_small_model(config):
             return 2
         check(config)
@@ -65,9 +67,11 @@ def launch(config: RunConfig) -> int:
 
 def describe(error: BaseException) -> str:
     """What went wrong, in words. The traceback, of an actor's error the actor's, is in the logs."""
+    where = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
     if isinstance(error, ActorError):
-        return describe(error.exception)
-    return str(error) if isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"
+        return describe(error.exception) + where
+    said = str(error) if isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"
+    return said + where
 
 
 def how_to_go_on(folder: Path) -> str:
@@ -77,14 +81,20 @@ def how_to_go_on(folder: Path) -> str:
     return "the same command starts again: the run itself had not begun"
 
 
+def try_task(config: RunConfig) -> None:
+    """Refuse a task that cannot work: before a model is fetched for it, and any process starts."""
+    task = build_task(config.task, seed=config.seed)
+    if config.rollout.train_from:  # it grades nothing
+        return
+    for notice in try_rewards(task, seconds=config.rollout.grader.timeout_seconds):
+        console.print(f"note: {notice}", markup=False)
+
+
 def ensure_small_model(config: RunConfig) -> bool:
-    """The model that recipes for a laptop name is made when it is first asked for: by a task that
-    can be trained on, or 93 MB would be fetched before a bad line of its file is named. False: it
-    could not be made, which has been said."""
+    """The model that recipes for a laptop name is made when it is first asked for. False: it could
+    not be made, which has been said."""
     if Path(config.model) != Path(SMOLLM2_FOLDER):
         return True
-    for task in config.task.build(seed=config.seed).members().values():
-        task.check()
     if not smollm2.why_to_make(Path(config.model)):
         return True
     # By a process of its own: this one would keep what it imports, 0.5 GB, for the whole run.

@@ -36,6 +36,7 @@ from torchtitan_rl.rollout.episodes import to_episodes
 from torchtitan_rl.rollout.renderer import ChatRenderer
 from torchtitan_rl.rollout.sequences import merge_turns, turn_alphas
 from torchtitan_rl.run.starting_model import model_folder
+from torchtitan_rl.tasks.checked import train_example
 from torchtitan_rl.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -166,7 +167,7 @@ async def imitate(controller: "Controller", warm: WarmStartConfig) -> float:
 def demonstration(controller: "Controller", index: int) -> list[Episode]:
     """Demonstration `index` as episodes that nobody sampled: they have no generator logprobs."""
     # Negative indices: the run itself never trains on the same stream of prompts.
-    example = controller.task.train_example(-1 - index)
+    example = train_example(controller.task, -1 - index)
     task = controller.tasks[example.task or controller.task.name]
     rng = random.Random(f"{controller.config.seed}/demonstration/{index}")
     said = task.demonstration(example, rng)
@@ -188,7 +189,7 @@ def check_demonstrations(controller: "Controller") -> None:
     """Refuse a task that cannot be imitated, before anything starts."""
     missing = set(controller.tasks)
     for index in range(MOST_CHECKED):
-        example = controller.task.train_example(-1 - index)
+        example = train_example(controller.task, -1 - index)
         name = example.task or controller.task.name
         if name in missing:
             missing.discard(name)

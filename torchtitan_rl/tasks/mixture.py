@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torchtitan_rl.core.types import Rollout
+from torchtitan_rl.tasks.checked import build, heldout_examples, train_example
 from torchtitan_rl.tasks.task import Example, Reward, Task
 
 
@@ -51,7 +52,7 @@ class Mixture(Task):
 
     def __init__(self, config: Config, *, seed: int = 0) -> None:
         super().__init__(config, seed=seed)
-        self._members: dict[str, Task] = {t.name: t.build(seed=seed) for t in config.tasks}
+        self._members: dict[str, Task] = {t.name: build(t, seed=seed) for t in config.tasks}
         self._weights = config.weights or [1.0] * len(config.tasks)
 
     def members(self) -> dict[str, Task]:
@@ -60,7 +61,7 @@ class Mixture(Task):
     def train_example(self, index: int) -> Example:
         rng = random.Random(f"{self.seed}/mixture/{index}")
         [task] = rng.choices(list(self._members.values()), self._weights)
-        return replace(task.train_example(index), task=task.name)
+        return replace(train_example(task, index), task=task.name)
 
     def heldout_examples(self, count: int) -> list[Example]:
         """Held-out examples of every task: a share by weight, and at least one."""
@@ -72,7 +73,7 @@ class Mixture(Task):
         return [
             replace(example, task=task.name)
             for task, start, stop in zip(self._members.values(), starts, starts[1:], strict=False)
-            for example in task.heldout_examples(max(stop - start, 1))
+            for example in heldout_examples(task, max(stop - start, 1))
         ]
 
     def reward(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pydantic
 
-from torchtitan_rl.core.errors import TorchtitanRLError
+from torchtitan_rl.core.errors import TorchtitanRLError, defined_at
 
 _MARK = "__torchtitan_rl_tool__"
 
@@ -90,9 +90,12 @@ def find_tools(task: object) -> dict[str, Tool]:
         if getattr(function, _MARK, False):
             try:
                 tools[name] = _describe(name, getattr(task, name))
+                _ = tools[name].spec  # a type may be checked and have no description
             except Exception as error:  # a type that does not exist, or that pydantic cannot check
+                said = " ".join(str(error).split())
                 raise ValueError(
-                    f"tool {name!r} of {type(task).__name__} cannot be described: {error}"
+                    f"tool {name!r} of {type(task).__name__} cannot be described: {said} "
+                    f"({defined_at(function)})"
                 ) from error
     return tools
 
