@@ -18,11 +18,12 @@ if TYPE_CHECKING:
     from torchtitan_rl.core.types import Completion, Episode, Rollout, ScoredCompletion
     from torchtitan_rl.run.controller import Controller
     from torchtitan_rl.tasks.task import Example, Reward, Task
-    from torchtitan_rl.tasks.tools.tool import tool
+    from torchtitan_rl.tasks.tools.tool import ArgumentsError, tool
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "ArgumentsError",
     "Completion",
     "Controller",
     "Episode",
@@ -42,6 +43,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "ArgumentsError": "tasks.tools.tool",
     "Completion": "core.types",
     "Controller": "run.controller",
     "Episode": "core.types",

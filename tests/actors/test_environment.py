@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 
 import pytest
@@ -236,10 +237,35 @@ async def test_an_answer_that_fails_says_why(respond):
     responses = await respond(
         *[EnvironmentRequest("tricky", [{"content": said}], [], {"x": 1}) for said in failures]
     )
+    raised = responses[0].failure
+    assert re.fullmatch(r".*there \(/.*tricky_tools\.py:\d+\)", raised)  # the line that raised
+    responses[0].failure = raised.partition(" (")[0]
     assert responses == [
         EnvironmentResponse([], {"x": 1}, [], f"answer of task 'tricky' {failure}")
         for failure in failures.values()
     ]
+
+
+@pytest.mark.parametrize(
+    ("call", "said", "clear"),
+    [
+        (("fail", {"kind": "SystemExit"}), r"raised SystemExit \(/.*tricky_tools\.py:\d+\)", True),
+        (("fail", {}), r"raised ValueError \(/.*tricky_tools\.py:\d+\)", False),
+        (("wait", {"then": "raise"}), r"raised ValueError: waited .*tricky_tools\.py:\d+\)", False),
+        (("die", {"how": "exit"}), "ended its process", True),
+        (("hide", {"what": "secret"}), "left a state that cannot be pickled.*", True),
+        (("fail", {"kind": "ArgumentsError"}), None, None),
+        (("fail", {"knid": "x"}), None, None),
+        (("fial", {}), None, None),
+    ],
+)
+async def test_a_failure_of_a_tool_is_told_from_one_of_the_model(respond, call, said, clear):
+    request = EnvironmentRequest("tricky", [], [ToolCall(*call)], {})
+    [failure] = (await respond(request))[0].tool_failures
+    assert (failure is None) == (said is None)
+    if failure:
+        assert re.fullmatch(said, failure.said)
+        assert failure.clear == clear
 
 
 async def test_answers(respond):

@@ -163,6 +163,9 @@ def test_a_step_line_tells_of_tool_calls_that_failed():
     assert "tool calls" not in step_line(1, values)
     values |= {"tool_calls/ok/all/mean": 1.5, "tool_calls/raised/all/mean": 0.5}
     assert "25% of tool calls failed" in step_line(1, values)
+    values |= {"tool_calls/malformed/all/mean": 1.0, "tool_calls/unknown/all/mean": 1.0}
+    assert "50% of tool calls wrong  12% of tool calls failed" in step_line(1, values)
+    values |= {"tool_calls/malformed/all/mean": 0.0, "tool_calls/unknown/all/mean": 0.0}
     values |= {"tool_calls/raised/all/mean": 0.0, "echo_nll/mean": 1.25}
     assert "tool calls" not in step_line(1, values)
     assert "echo 1.25" in step_line(1, values)

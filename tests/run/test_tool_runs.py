@@ -1,7 +1,9 @@
 """Runs with tools and Echo, with a model that was taught to call them: real parts throughout."""
 
 import contextlib
-from dataclasses import replace
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +15,7 @@ from torchtitan_rl.config import (
     OptimizerConfig,
     RolloutConfig,
     SamplingConfig,
+    SupervisionConfig,
     ToolEcho,
     WarmStartConfig,
 )
@@ -20,19 +23,39 @@ from torchtitan_rl.core.waiting import Clock
 from torchtitan_rl.observability.json_lines import read_lines
 from torchtitan_rl.run.controller import Controller
 from torchtitan_rl.run.starting_model import model_folder
+from torchtitan_rl.run.tool_guard import BrokenToolError
 from torchtitan_rl.run.warm_start import check_demonstrations, ensure_starting_model
 from torchtitan_rl.tasks.calculator import Calculator
 from torchtitan_rl.tasks.mixture import Mixture
 from torchtitan_rl.tasks.spelling import Spelling
+from torchtitan_rl.tasks.tools.tool import tool
 
 ECHO = EchoConfig(tool=ToolEcho())
+
+
+class Fragile(Spelling):
+    """Its tool fails from the moment on when a file is there."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Spelling.Config):
+        fails_with: str = ""
+
+    config: Config
+
+    @tool
+    def spell(self, word: str) -> str:
+        """Spell a word of lower-case letters in the radio alphabet."""
+        if Path(self.config.fails_with).exists():
+            raise ConnectionError("the alphabet is gone")
+        return super().spell(word)
 
 
 def config_for(folder, *, run="run", **changes):
     base = low_tokens()
     tasks = [
         # Enough to name letters; a task's own temperature, and number of samples.
-        Spelling.Config(
+        Fragile.Config(
+            fails_with=str(folder / "broken"),
             echo=ECHO,
             show_tools=False,
             min_letters=1,
@@ -59,6 +82,7 @@ def config_for(folder, *, run="run", **changes):
         advantage=AdvantageConfig(name="reward"),
         rollout=RolloutConfig(max_turns=3, untrained_share=0.3, thinking=True),
         evaluation=EvaluationConfig(every=100, prompts=4),
+        supervision=SupervisionConfig(most_failed_tool_calls=4),
         output_dir=str(folder),
         run_name=run,
     )
@@ -79,17 +103,27 @@ async def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 async def played(folder):
-    """Four steps, and the conversations of a fifth, twice."""
+    """Four steps, the conversations of a fifth, twice, and that step with a tool that fails."""
     async with Controller(config_for(folder, run="straight")) as controller:
         rows = [await controller.step(step) for step in range(4)]
         fifths = [await controller.rollouts(4, Clock()) for _ in range(2)]
+        (folder / "broken").touch()
+        with pytest.raises(BrokenToolError) as broken:
+            await controller.step(4)
         controller.rollout_log.close()
-    return rows, fifths
+    return rows, fifths, str(broken.value)
 
 
 @pytest.fixture(scope="module")
 def straight(played):
     return played[0]
+
+
+def test_a_tool_that_always_fails_ends_the_run_and_gets_the_blame(played):
+    said = played[2]
+    assert re.match(r"tool 'spell' of task 'spelling' failed in \d+ calls in a row: raised", said)
+    assert re.search(r"ConnectionError: the alphabet is gone \(/.*test_tool_runs\.py:\d+\)", said)
+    assert re.search(r'called with {"word": ".*"}\. The tool is to blame, and not the model', said)
 
 
 def records(folder, run, step):

@@ -25,7 +25,7 @@ from torchtitan_rl.tasks.tools.calls import (
     packed,
     shortened,
 )
-from torchtitan_rl.tasks.tools.tool import ToolCall
+from torchtitan_rl.tasks.tools.tool import ToolCall, ToolFailure
 from torchtitan_rl.tasks.tools.workers import ProcessEndedError, Workers
 
 MAX_NAME_CHARS = 64
@@ -76,6 +76,7 @@ class Environment(Actor):
         if offer is None:
             response.failure = f"no task {request.task!r}; {nearest(request.task, self._offers)}"
             response.outcomes = ["unknown"] * len(request.calls)
+            response.tool_failures = [None] * len(request.calls)
             return response
         # One time for all calls of the request.
         seconds = math.inf if request.seconds is None else request.seconds
@@ -83,6 +84,7 @@ class Environment(Actor):
         for call in request.calls:
             result = await self._call_tool(request.task, offer, call, response.state, deadline)
             response.outcomes.append(result.outcome)
+            response.tool_failures.append(result.failure)
             response.messages.append(_tool_message(call, result))
             if result.outcome == "ok":
                 response.state = result.state
@@ -100,6 +102,8 @@ class Environment(Actor):
             return Result("unknown", f"there is no tool {name!r}; {nearest(name, offer.tools)}")
         made = Call(task, call.name, state, call.arguments, max_chars=self.config.max_result_chars)
         result = await self._make(made, deadline, waits=offer.tools[call.name])
+        if result.outcome == "raised" and result.failure is None:
+            result.failure = ToolFailure(result.text)
         if result.outcome in ("raised", "timed_out"):
             result.text = f"{call.name} {result.text}"
         return result
@@ -122,7 +126,8 @@ class Environment(Actor):
         if result.outcome == "ok":
             response.messages, response.state = result.messages, result.state
         else:
-            response.failure = f"answer of task {request.task!r} {result.text}"
+            said = result.failure.said if result.failure else result.text
+            response.failure = f"answer of task {request.task!r} {said}"
 
     async def _make(self, call: Call, deadline: float, *, waits: bool) -> Result:
         """Make a call when its turn has come, and not beyond the conversation's time."""
@@ -138,7 +143,8 @@ class Environment(Actor):
         except TimeoutError:
             if conversation.expired():
                 return late
-            return Result("timed_out", f"gave no answer in {seconds:g} s")
+            text = f"gave no answer in {seconds:g} s"
+            return Result("timed_out", text, failure=ToolFailure(text))
         except ProcessEndedError as error:
             return Result("raised", str(error))
         except Exception as error:  # a state or an argument that cannot be pickled, or read again

@@ -15,7 +15,7 @@ Three things are the same for all of them:
 """
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from torchtitan_rl.config.sampling import SamplingConfig
@@ -30,7 +30,7 @@ from torchtitan_rl.core.types import (
 )
 from torchtitan_rl.tasks.rewards import RewardError
 from torchtitan_rl.tasks.task import Reward
-from torchtitan_rl.tasks.tools.tool import ToolCall
+from torchtitan_rl.tasks.tools.tool import ToolCall, ToolFailure
 
 if TYPE_CHECKING:  # the grader's process has no torch
     import torch
@@ -189,6 +189,9 @@ class EnvironmentResponse:
     """One for each call."""
     failure: str = ""
     """Why there is no answer from the task, if it should have given one."""
+    tool_failures: list[ToolFailure | None] = field(default_factory=list)
+    """For each call, how the tool failed; None if it did not: it has answered, the model has got
+    the call wrong, or the conversation had no time left for it."""
 
 
 class EnvironmentProtocol(Protocol):

@@ -82,8 +82,8 @@ def step_line(step: int, values: Mapping[str, float]) -> str:
         parts.append(f"accuracy {values['accuracy/all/mean']:4.0%}")
         if "echo_nll/mean" in values:
             parts.append(f"echo {values['echo_nll/mean']:.2f}")
-        if failed := failed_calls(values):
-            parts.append(f"{failed:.0%} of tool calls failed")
+        for whose, share in bad_calls(values).items():
+            parts.append(f"{share:.0%} of tool calls {whose}")
         parts.append(f"{values['tokens_per_second']:5.0f} tok/s")
         phases = ("generate", "grade", "train", "sync")
         parts += [f"{p} {values[f'time/{p}']:.2f} s" for p in phases if f"time/{p}" in values]
@@ -112,15 +112,24 @@ def _prompts(values: Mapping[str, float]) -> str:
     return f"{graded:.0f} of {graded + values.get(FAILED_PROMPTS, 0):.0f}"
 
 
-def failed_calls(values: Mapping[str, float]) -> float:
-    """The share of tool calls that were not `ok`."""
+def bad_calls(values: Mapping[str, float]) -> dict[str, float]:
+    """Shares of tool calls that were not `ok`, by whose fault that is; none if there are none.
+
+    Example:
+        {"wrong": 0.25, "failed": 0.02}: a quarter was wrong, the model's fault; the tools failed at
+        one in fifty.
+    """
     calls = {
         key.split("/")[1]: value
         for key, value in values.items()
         if key.startswith("tool_calls/") and key.endswith("/all/mean")
     }
     total = sum(calls.values())
-    return 1 - calls["ok"] / total if total else 0.0
+    shares = {
+        "wrong": calls.get("malformed", 0.0) + calls.get("unknown", 0.0),
+        "failed": calls.get("raised", 0.0) + calls.get("timed_out", 0.0),
+    }
+    return {whose: share / total for whose, share in shares.items() if share}
 
 
 def print_summary(folder: RunFolder) -> None:

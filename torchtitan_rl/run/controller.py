@@ -67,6 +67,7 @@ from torchtitan_rl.run.checks import check_code, check_machine, checked_model, r
 from torchtitan_rl.run.progress_guard import ProgressGuard
 from torchtitan_rl.run.starting_model import model_folder
 from torchtitan_rl.run.sync import WeightSync
+from torchtitan_rl.run.tool_guard import ToolGuard
 from torchtitan_rl.supervision.calls import call_with_deadline
 from torchtitan_rl.supervision.spawn import per_rank, start_monarch
 from torchtitan_rl.tasks.trial import build_task
@@ -128,6 +129,7 @@ class Controller:
         self.rollout_log = RolloutLog(self.folder.rollouts if config.log.rollouts else None)
         self.stream: RolloutStream[RolloutLoop, list[RolloutRecord]] | None = None
         self.guard = ProgressGuard(config.supervision.most_untrainable_steps)
+        self.tool_guard = ToolGuard(config.supervision)
         self.failures = FailureReporter(self.folder)
         self.interrupted = asyncio.Event()
 
@@ -177,6 +179,7 @@ class Controller:
         # Before anything that may fail: then they are what one wants to look at.
         await self.save_rollouts(step, records + discarded)
         self.guard.check_rollouts(records)
+        self.tool_guard.check_step()
         batch = make_batch(records)
         budget, overlong = config.trainer.tokens_per_microbatch, config.trainer.overlong
         chosen = self.batch_filter(batch.episodes)
@@ -278,7 +281,9 @@ class Controller:
 
     async def respond(self, requests: list[EnvironmentRequest]) -> list[EnvironmentResponse]:
         assert self.actors.environments is not None
-        return await self.actors.environments.respond(requests, step=self.steps_done)
+        responses = await self.actors.environments.respond(requests, step=self.steps_done)
+        self.tool_guard.note(requests, responses)
+        return responses
 
     async def grade(self, groups: list[RolloutGroup]) -> list[ScoredGroup]:
         """The groups with the rewards of their rollouts."""
@@ -340,6 +345,7 @@ class Controller:
         """Greedy accuracy and reward of the newest weights on the held-out prompts."""
         await self.sync.done()
         groups = await self.grade(await self.roll_out(self.heldout))
+        self.tool_guard.check()
         records = [record for group in groups for record in evaluation_records(group)]
         await self.rollout_log.write(self.steps_done, records, evaluation=True)
         failed = self.failures.of_evaluation(self.steps_done, records)

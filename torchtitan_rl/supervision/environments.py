@@ -17,6 +17,7 @@ from torchtitan_rl.core.types import Outcome
 from torchtitan_rl.observability.timeline import Timeline
 from torchtitan_rl.supervision.dispatch import RETRY_THEN_ISOLATE, Dispatcher, Work
 from torchtitan_rl.supervision.pool import ActorPool, ReplicaDiedError, Spawn
+from torchtitan_rl.tasks.tools.tool import ToolFailure
 
 
 class DeadlyRequestError(TorchtitanRLError, RuntimeError):
@@ -105,4 +106,5 @@ def _response(work: Work[TimedRequest, EnvironmentResponse]) -> EnvironmentRespo
         return work.outcome
     request = work.payload.request
     outcomes: list[Outcome] = ["raised" for _ in request.calls]
-    return EnvironmentResponse([], request.state, outcomes, failure=str(work.error))
+    failures = [ToolFailure(str(work.error)) for _ in request.calls]
+    return EnvironmentResponse([], request.state, outcomes, str(work.error), failures)

@@ -13,7 +13,7 @@ from typing import Any
 from torchtitan_rl.core.types import Message
 from torchtitan_rl.tasks.questions import QuestionTask
 from torchtitan_rl.tasks.task import Example
-from torchtitan_rl.tasks.tools.tool import tool
+from torchtitan_rl.tasks.tools.tool import ArgumentsError, tool
 
 _OPERATION = re.compile(r"\s*(-?\d{1,15})\s*([+-])\s*(\d{1,15})\s*")
 _STEP = re.compile(r"[+-]?\d+")
@@ -55,7 +55,9 @@ class Calculator(QuestionTask):
         """Add or subtract two whole numbers, for example 12+34."""
         found = _OPERATION.fullmatch(expression)
         if not found:
-            raise ValueError(f"expected two whole numbers with + or - between; got {expression!r}")
+            raise ArgumentsError(
+                f"expected two whole numbers with + or - between; got {expression!r}"
+            )
         left, sign, right = found.groups()
         state["operations"] = state.get("operations", 0) + 1
         return str(int(left) + int(sign + right))

@@ -11,7 +11,7 @@ from typing import Any
 from torchtitan_rl.core.types import Message
 from torchtitan_rl.tasks.questions import QuestionTask
 from torchtitan_rl.tasks.task import Example
-from torchtitan_rl.tasks.tools.tool import tool
+from torchtitan_rl.tasks.tools.tool import ArgumentsError, tool
 
 _ALPHABET = """
 alfa bravo charlie delta echo foxtrot golf hotel india juliett kilo lima mike november oscar papa
@@ -49,7 +49,7 @@ class Spelling(QuestionTask):
     def spell(self, word: str) -> str:
         """Spell a word of lower-case letters in the radio alphabet."""
         if not word or any(letter not in WORDS for letter in word):
-            raise ValueError(f"expected lower-case letters a to z; got {word!r}")
+            raise ArgumentsError(f"expected lower-case letters a to z; got {word!r}")
         return " ".join(WORDS[letter] for letter in word)
 
     def question(self, rng: random.Random) -> str:

@@ -14,9 +14,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from torchtitan_rl.core.errors import raised_at
 from torchtitan_rl.core.types import Message, Outcome
 from torchtitan_rl.tasks.task import Task
-from torchtitan_rl.tasks.tools.tool import ArgumentsError, Tool
+from torchtitan_rl.tasks.tools.tool import ArgumentsError, Tool, ToolFailure
 
 LENGTH = struct.Struct("!Q")
 """Precedes every pickle between the environment and a worker."""
@@ -25,6 +26,9 @@ MOST_TRACEBACKS = 3
 _LOGGED: Counter[tuple[str, str, str]] = Counter()
 ANSWERING_ROLES = ("user", "system", "tool")
 """Roles of messages that `Task.answer` may return."""
+OF_ARGUMENTS = (ValueError, LookupError, ArithmeticError, SyntaxError, FileNotFoundError)
+"""Exceptions that good tools raise for bad arguments, such as `int("x")` or a name they do not
+know."""
 MAX_ERROR_CHARS = 500
 """Longest error shown to the model: it must not push the task out of its context."""
 MAX_RESULT_BYTES = 2**26
@@ -58,6 +62,8 @@ class Result:
     """The state after the call, if it succeeded."""
     messages: list[Message] = field(default_factory=list)
     """Messages that `Task.answer` returned."""
+    failure: ToolFailure | None = None
+    """How the tool failed, if it is to blame."""
 
 
 @dataclass(slots=True)
@@ -113,7 +119,7 @@ def make(members: dict[str, Member], call: Call) -> Result:
         return _returned(call, returned)
     except BaseException as error:  # sys.exit() too
         _log(call, error)
-        return failed(error)
+        return failed(error, _module(members, call))
 
 
 async def make_async(members: dict[str, Member], call: Call) -> Result:
@@ -122,7 +128,12 @@ async def make_async(members: dict[str, Member], call: Call) -> Result:
         return _returned(call, await members[call.task].begin(call))
     except (Exception, SystemExit, KeyboardInterrupt) as error:  # these two would end the actor
         _log(call, error)
-        return failed(error)
+        return failed(error, _module(members, call))
+
+
+def _module(members: dict[str, Member], call: Call) -> str:
+    member = members.get(call.task)
+    return type(member.task).__module__ if member else ""
 
 
 def _log(call: Call, error: BaseException) -> None:
@@ -192,8 +203,9 @@ def clean(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
-def failed(error: BaseException) -> Result:
-    """Result of a call that raised: the exception's message, without a traceback."""
+def failed(error: BaseException, module: str = "") -> Result:
+    """Result of a call that raised: the exception's message for the model, without a traceback; and
+    with the line of the task's `module` for the author of the tool."""
     try:
         said = str(error)
     except Exception:  # an exception class of the tool's author may fail here
@@ -201,8 +213,17 @@ def failed(error: BaseException) -> Result:
     if isinstance(error, ArgumentsError):
         return Result("malformed", shortened(said, MAX_ERROR_CHARS))
     kind = type(error).__name__
-    text = f"raised {kind}: {said}" if said else f"raised {kind}"
-    return Result("raised", shortened(text, MAX_ERROR_CHARS))
+    text = shortened(f"raised {kind}: {said}" if said else f"raised {kind}", MAX_ERROR_CHARS)
+    where = raised_at(error, module)
+    failure = ToolFailure(f"{text} ({where})" if where else text, not may_be_arguments(error))
+    return Result("raised", text, failure=failure)
+
+
+def may_be_arguments(error: BaseException) -> bool:
+    """Whether an exception may come of what the model asked for: by its type, or because code that
+    the model wrote has raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return isinstance(error, OF_ARGUMENTS) or bool(frames and frames[-1].filename[:1] == "<")
 
 
 def packed(result: Result) -> bytes:

@@ -13,7 +13,12 @@ _MARK = "__torchtitan_rl_tool__"
 
 
 class ArgumentsError(TorchtitanRLError, ValueError):
-    """Arguments of a call do not fit the tool; the message is for the model."""
+    """Arguments of a call make no sense to the tool; the message is for the model. A tool raises it
+    to say that the model is to blame, and not the tool.
+
+    Example:
+        raise ArgumentsError(f"expected a city; got {city!r}")
+    """
 
 
 @dataclass(slots=True)
@@ -24,6 +29,16 @@ class ToolCall:
     arguments: Any
     problem: str = ""
     """Error in the call's form, or empty; a malformed call is answered with it, never made."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFailure:
+    """How a tool failed at a call whose form and types were right."""
+
+    said: str
+    """The exception and its line, or what else happened: for the author of the tool."""
+    clear: bool = True
+    """Whether the tool is to blame; else it may be its arguments."""
 
 
 @dataclass(slots=True)
