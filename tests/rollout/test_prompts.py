@@ -80,5 +80,6 @@ def test_a_task_without_anything_to_evaluate_on_is_refused(renderer, monkeypatch
     made = PromptGroups(config, {"low_tokens": task}, renderer)
     assert [group.sampling.n for group in made.heldout(task, 3)] == [1, 1, 1]
     monkeypatch.setattr(type(task), "heldout_examples", lambda self, count: [])
-    with pytest.raises(ValueError, match=r"'low_tokens' has nothing .*heldout_examples\(3\)"):
+    said = r"heldout_examples\(3\) of task 'low_tokens' returned no example.*_prompts\.py:"
+    with pytest.raises(ValueError, match=said):
         made.heldout(task, 3)

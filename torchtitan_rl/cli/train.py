@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = PROGRAM) -> int:
         return 0
     with notice_after(SILENT_SECONDS, "loading torch and Monarch ..."):
         from torchtitan_rl.run.launch import launch
-    return launch(config)
+    return launch(config, dry="--dry_run" in arguments)
 
 
 def parse(arguments: Sequence[str], *, prog: str = PROGRAM) -> RunConfig | None:
@@ -70,6 +70,11 @@ def parse(arguments: Sequence[str], *, prog: str = PROGRAM) -> RunConfig | None:
         help="your own recipes: path/to/file.py or package.module (default: %(default)s)",
     )
     first.add_argument("--list", action="store_true", help="list the recipes")
+    first.add_argument(
+        "--dry_run",
+        action="store_true",
+        help="sample and grade a prompt of each task, show all of it, and train nothing",
+    )
     chosen, overrides = first.parse_known_args(arguments)
     if chosen.config is None and {"-h", "--help"} & set(overrides):
         first.print_help()
@@ -106,6 +111,10 @@ def read_overrides(recipe: RunConfig, overrides: Sequence[str], *, prog: str) ->
     return tyro.cli(
         RunConfig,
         prog=prog,
+        description=(
+            "Everything that can be set for a run. Beside these settings, --dry_run samples and "
+            "grades a prompt of each task, shows all of it, and trains nothing."
+        ),
         default=recipe,
         args=overrides,
         use_underscores=True,

@@ -10,6 +10,9 @@ class LogConfig:
 
     rollouts: bool = True
     """Write every rollout to the run's `rollouts` folder, a file per step."""
+    samples: bool = True
+    """Show a sample on the console at the first step, when all rewards of a step are equal, and at
+    each evaluation."""
     timeline: bool = True
     """Write what was waited for, and when, to the run's `timeline.json`."""
     wandb_project: str = ""

@@ -92,14 +92,15 @@ class ActorSet:
                 self._spawn_reference, deadline_seconds=deadline, timeline=timeline
             )
 
-    async def start(self) -> None:
-        """Spawn them all; each is ready when this returns."""
-        starting = [self._start_trainer()]
+    async def start(self, *, training: bool = True) -> None:
+        """Spawn them all, or only those that roll out and grade; each is ready when this
+        returns."""
+        starting = [self._start_trainer()] if training else []
         if not self._config.rollout.train_from:
             starting += [self.generators.start(), self.graders.start()]
         if self.environments:
             starting.append(self.environments.start())
-        if self.references:
+        if self.references and training:
             starting.append(self.references.start())
         await together(*starting)
 

@@ -61,6 +61,7 @@ from torchtitan_rl.rollout.prompts import PromptGroups
 from torchtitan_rl.rollout.record import RolloutRecord, evaluation_records
 from torchtitan_rl.rollout.renderer import ChatRenderer
 from torchtitan_rl.rollout.replay import open_replay
+from torchtitan_rl.rollout.samples import SampleReporter
 from torchtitan_rl.rollout.stream import RolloutStream
 from torchtitan_rl.run.actor_set import ActorSet
 from torchtitan_rl.run.checks import check_code, check_machine, checked_model, resolved
@@ -131,6 +132,7 @@ class Controller:
         self.guard = ProgressGuard(config.supervision.most_untrainable_steps)
         self.tool_guard = ToolGuard(config.supervision)
         self.failures = FailureReporter(self.folder)
+        self.samples = SampleReporter(on=config.log.samples)
         self.interrupted = asyncio.Event()
 
     # ---- the run ------------------------------------------------------------------------------
@@ -180,6 +182,7 @@ class Controller:
         await self.save_rollouts(step, records + discarded)
         self.guard.check_rollouts(records)
         self.tool_guard.check_step()
+        self.samples.of_step(step, records)
         batch = make_batch(records)
         budget, overlong = config.trainer.tokens_per_microbatch, config.trainer.overlong
         chosen = self.batch_filter(batch.episodes)
@@ -349,6 +352,7 @@ class Controller:
         records = [record for group in groups for record in evaluation_records(group)]
         await self.rollout_log.write(self.steps_done, records, evaluation=True)
         failed = self.failures.of_evaluation(self.steps_done, records)
+        self.samples.of_evaluation(self.steps_done, records)
         return {**evaluation_metrics(records), **failed}
 
     async def save(self) -> None:

@@ -24,6 +24,7 @@ from torchtitan_rl.observability.console import console, error_console, print_su
 from torchtitan_rl.observability.run_folder import RunFolder
 from torchtitan_rl.run.checks import notices, resolved
 from torchtitan_rl.run.controller import Controller
+from torchtitan_rl.run.dry_run import dry_run
 from torchtitan_rl.run.starting_model import model_folder
 from torchtitan_rl.run.warm_start import check_demonstrations, ensure_starting_model
 from torchtitan_rl.supervision.spawn import adopt_orphans, end_all_processes
@@ -33,22 +34,25 @@ GRACE_SECONDS = 1.5
 """After Ctrl-C: time to finish the training step under way and to save."""
 
 
-def launch(config: RunConfig) -> int:
-    """Check a config, train, and end every process; returns the exit code of the command."""
+def launch(config: RunConfig, *, dry: bool = False) -> int:
+    """Check a config, train, and end every process; returns the exit code of the command. `dry`: a
+    dry run in place of training."""
     try:
         try_task(config)
         if not ensure_small_model(config):
             return 2
         check(config)
-        if finished(config):
+        if not dry and finished(config):
             return 0
     except ValueError as error:
         error_console.print(f"[bold red]error[/]: {escape(str(error))}")
         return 2
     except KeyboardInterrupt:
         return 130
-    folder = Path(config.output_dir) / config.run_name
     adopt_orphans()
+    if dry:
+        return launch_dry_run(config)
+    folder = Path(config.output_dir) / config.run_name
     try:
         asyncio.run(train(config))
     except (Interrupted, KeyboardInterrupt, asyncio.CancelledError):
@@ -62,6 +66,21 @@ def launch(config: RunConfig) -> int:
         return 1
     finally:
         end_all_processes()
+    return 0
+
+
+def launch_dry_run(config: RunConfig) -> int:
+    """Sample and grade a prompt of each task, and end every process; returns the exit code."""
+    try:
+        asyncio.run(dry_run(config, stop_signals))
+    except (Interrupted, KeyboardInterrupt, asyncio.CancelledError):
+        return 130
+    except Exception as error:
+        error_console.print(f"[bold red]the dry run failed[/]: {escape(describe(error))}")
+        return 1
+    finally:
+        end_all_processes()
+    console.print("the dry run went well: nothing was trained, nothing is saved", markup=False)
     return 0
 
 

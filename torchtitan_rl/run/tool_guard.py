@@ -87,6 +87,14 @@ class ToolGuard:
             if said := model.warning():
                 console.print(f"warning: task {task!r}: {said}", markup=False)
 
+    def failures(self) -> list[str]:
+        """The tools that have failed by their own fault, each with a failure."""
+        return [
+            f"tool {name!r} of task {task!r} failed: {tool.first}"
+            for (task, name), tool in self._tools.items()
+            if tool.first and tool.clear
+        ]
+
 
 UNCLEAR = (
     "Either the tool has a bug, or the model never gives it arguments that it takes: look at the "
