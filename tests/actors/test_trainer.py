@@ -6,6 +6,7 @@ From `test_metrics_of_two_ranks_merge_to_those_of_one` on, the shared trainers t
 import asyncio
 import math
 import random
+import re
 import shutil
 from dataclasses import replace
 from types import SimpleNamespace
@@ -33,9 +34,11 @@ from torchtitan_rl.config import (
     Parallelism,
     SamplingConfig,
 )
+from torchtitan_rl.core.errors import noting
 from torchtitan_rl.core.metrics import flatten, merge_metrics
 from torchtitan_rl.models.makers.tiny import write_tiny_model
 from torchtitan_rl.observability.json_lines import read_lines
+from torchtitan_rl.run.launch import describe
 from torchtitan_rl.supervision.spawn import (
     per_rank,
     spawn_generator,
@@ -305,11 +308,16 @@ async def test_what_is_not_finite_on_one_rank_is_named_by_all(two_ranks):
         await two_ranks.train_step.call(grid)
 
 
-async def test_a_loss_that_fails_in_training_names_its_line(trainer):
+async def test_a_loss_that_fails_in_training_has_file_line_and_step_on_the_console(trainer):
     grid = make_grid([episode()], dp_degree=1, tokens_per_microbatch=64)
     loss = LossConfig(name="tests.algorithms.late_losses:raises")
-    with pytest.raises(ActorError, match=r"late_losses:raises' raised KeyError.*losses\.py:\d+\)"):
+    with pytest.raises(ActorError) as caught, noting("in step 7"):
         await trainer.gradients.call(grid, loss=loss)
+    assert re.fullmatch(
+        r"loss 'tests.algorithms.late_losses:raises' raised KeyError: 'two tokens' "
+        r"\(/.*/late_losses\.py:11\), on a microbatch of 2 tokens \(in step 7\)",
+        describe(caught.value),
+    )
 
 
 async def test_the_reference_stays_and_reads_back_in_order(trainer, tiny_model):

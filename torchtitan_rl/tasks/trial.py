@@ -1,7 +1,7 @@
 """Trial of a task before a run: it is built, gives examples, and grades canned text.
 
-Reward functions are tried in a process of its own, as in a run: they may hang, or end it. Only
-those that are not built in are tried.
+Reward functions of the user's own are tried in another process, as they run in one of their own
+later: they may hang, or end it.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ import cloudpickle
 
 from torchtitan_rl.config.task import TaskConfig
 from torchtitan_rl.core.errors import describe_error
-from torchtitan_rl.core.types import Completion, Rollout
+from torchtitan_rl.core.types import Completion, Rollout, Turn
 from torchtitan_rl.platform.parent import die_with
 from torchtitan_rl.tasks.checked import TaskError, build, heldout_examples, train_example
 from torchtitan_rl.tasks.rewards import RewardError, check_rewards
@@ -113,7 +113,7 @@ def canned_rollout(example: Example, text: str, sample: int) -> Rollout:
     )
     messages = [*example.messages, {"role": "assistant", "content": text}]
     state = copy.deepcopy(example.state)
-    return Rollout([completion], messages, state=state, group_id="trial", sample=sample)  # type: ignore[list-item]
+    return Rollout([Turn(completion)], messages, state=state, group_id="trial", sample=sample)
 
 
 # ---- in the process that a user has started ------------------------------------------------------
