@@ -46,6 +46,9 @@ class Misbehaving(Task):
                 return ["What is 3 + 4?"]
         return [Example([{"role": "user", "content": "What is 4 + 4?"}], 8)]
 
+    def demonstration(self, example, rng):
+        return {}[example.expected_answer]
+
     def reward(self, completions, expected_answer):
         match self.config.how:
             case "none":

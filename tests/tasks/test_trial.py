@@ -1,10 +1,12 @@
 """A task that cannot work is refused before any process of the run starts, with file and line."""
 
+import random
+
 import pytest
 
 from tests.low_tokens import LowTokens
 from tests.tasks.misbehaving import BadTool, Misbehaving
-from torchtitan_rl.tasks.checked import TaskError, train_example
+from torchtitan_rl.tasks.checked import TaskError, demonstration, train_example
 from torchtitan_rl.tasks.mixture import Mixture
 from torchtitan_rl.tasks.sum_digits import SumDigits
 from torchtitan_rl.tasks.trial import build_task, is_built_in, try_rewards
@@ -98,3 +100,11 @@ def test_a_tool_that_cannot_be_built_is_named_with_its_place():
         ValueError, match=f"tool 'apply' of BadTool cannot be described: .* {PLACE}"
     ):
         tried(BadTool.Config(show_tools=False))
+
+
+def test_a_demonstration_that_fails_has_its_place():
+    task = Misbehaving.Config().build(seed=0)
+    with pytest.raises(
+        TaskError, match=f"demonstration of task 'mis.*' raised KeyError: 7 {PLACE}"
+    ):
+        demonstration(task, task.train_example(0), random.Random(0))

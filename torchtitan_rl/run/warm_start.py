@@ -36,7 +36,7 @@ from torchtitan_rl.rollout.episodes import to_episodes
 from torchtitan_rl.rollout.renderer import ChatRenderer
 from torchtitan_rl.rollout.sequences import merge_turns, turn_alphas
 from torchtitan_rl.run.starting_model import model_folder
-from torchtitan_rl.tasks.checked import train_example
+from torchtitan_rl.tasks import checked
 from torchtitan_rl.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -167,10 +167,10 @@ async def imitate(controller: "Controller", warm: WarmStartConfig) -> float:
 def demonstration(controller: "Controller", index: int) -> list[Episode]:
     """Demonstration `index` as episodes that nobody sampled: they have no generator logprobs."""
     # Negative indices: the run itself never trains on the same stream of prompts.
-    example = train_example(controller.task, -1 - index)
+    example = checked.train_example(controller.task, -1 - index)
     task = controller.tasks[example.task or controller.task.name]
     rng = random.Random(f"{controller.config.seed}/demonstration/{index}")
-    said = task.demonstration(example, rng)
+    said = checked.demonstration(task, example, rng)
     messages = [{"role": "assistant", "content": said}] if isinstance(said, str) else said
     turns = taught_turns(controller.renderer, example.messages, messages, task.shown_tools)
     alphas, _ = turn_alphas(EchoConfig(assistant=RoleEcho()), turns)
@@ -189,14 +189,17 @@ def check_demonstrations(controller: "Controller") -> None:
     """Refuse a task that cannot be imitated, before anything starts."""
     missing = set(controller.tasks)
     for index in range(MOST_CHECKED):
-        example = train_example(controller.task, -1 - index)
+        example = checked.train_example(controller.task, -1 - index)
         name = example.task or controller.task.name
         if name in missing:
             missing.discard(name)
             task = controller.tasks[name]
             try:
-                _check_calls(task, task.demonstration(example, random.Random(0)))
+                said = checked.demonstration(task, example, random.Random(0))
+                _check_calls(task, said)
                 demonstration(controller, index)
+            except checked.TaskError:
+                raise
             except Exception as error:  # of the user's own code
                 raise ValueError(f"demonstration of task {name!r}: {error}") from error
         if not missing:

@@ -1,10 +1,12 @@
 """A task's own methods, called so that an error says which of them it is in, and where."""
 
+import random
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from torchtitan_rl.config.task import TaskConfig
 from torchtitan_rl.core.errors import TorchtitanRLError, defined_at, describe_error
+from torchtitan_rl.core.types import Message
 from torchtitan_rl.tasks.task import Example, Task
 
 Result = TypeVar("Result")
@@ -43,6 +45,11 @@ def heldout_examples(task: Task, count: int) -> list[Example]:
     return [_checked(one, task, f"{what}[{i}]", method) for i, one in enumerate(made)]
 
 
+def demonstration(task: Task, example: Example, rng: random.Random) -> str | list[Message]:
+    """What the task shows of how the example is answered."""
+    return _made(task, "demonstration", lambda: task.demonstration(example, rng))
+
+
 def _made(task: Task, what: str, make: Callable[[], Result]) -> Result:
     return _call(f"{what} of task {task.name!r}", type(task).__module__, make)
 
@@ -51,7 +58,7 @@ def _call(what: str, module: str, make: Callable[[], Result]) -> Result:
     """Call something of a task's module; its error says what it was and the line."""
     try:
         return make()
-    except TaskError:  # of a mixture's member, which has named itself
+    except (TaskError, NotImplementedError):  # they name the task and the method themselves
         raise
     except Exception as error:
         if isinstance(error, ValueError) and module.startswith(f"{__package__}."):
