@@ -1,11 +1,11 @@
-"""A generator that calls a tool at its first turn, and answers at its second."""
+"""A generator that calls a tool at its first turn, and says what it was told at its second."""
 
 from monarch.actor import Actor, concurrent_endpoint
 from transformers import AutoTokenizer
 
 from torchtitan_rl.core.types import Completion
 
-CALL = '<tool_call>\n{"name": "lookup", "arguments": {"city": "Rome"}}\n</tool_call>'
+CALL = '<tool_call>\n{"name": "lookup", "arguments": {"city": "%s"}}\n</tool_call>'
 
 
 class CallingGenerator(Actor):
@@ -24,8 +24,10 @@ class CallingGenerator(Actor):
         return [self._say(i, ids, number) for i, (ids, number) in enumerate(asked)]
 
     def _say(self, i, ids, number):
-        called = "tool_response" in self.tokenizer.decode(ids)
-        text = f"Italy {number}" if called else CALL
+        shown = self.tokenizer.decode(ids)
+        text = CALL % ("Rome" if number == 1 else "Oslo")
+        if "tool_response" in shown:
+            text = "Italy" if "Italy" in shown else "Norway"
         tokens = [*self.tokenizer.encode(text), self.tokenizer.eos_token_id]
         return Completion(0, i, ids, text, tokens, [-1.0] * len(tokens), "stop")
 

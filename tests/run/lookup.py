@@ -1,4 +1,4 @@
-"""A task with a tool that works, fails, or is given arguments that it does not take."""
+"""A task with a tool that works, or fails."""
 
 from dataclasses import dataclass
 
@@ -22,10 +22,10 @@ class Lookup(Task):
         """Say in which country a city is."""
         if self.config.broken:
             raise ConnectionError("the atlas is gone")
-        return {"Rome": "Italy"}[city]
+        return {"Rome": "Italy", "Oslo": "Norway"}[city]
 
     def train_example(self, index):
-        return Example([{"role": "user", "content": "Where is Rome?"}], "Italy 1")
+        return Example([{"role": "user", "content": "Where is Rome?"}], "Italy")
 
     def heldout_examples(self, count):
         return [self.train_example(0)]

@@ -53,7 +53,7 @@ def test_a_file_of_questions_is_shown_with_what_the_real_engine_makes_of_it(tiny
         "sample 3\n  prompt    user: What is ",
         "\n  said      ",
         "\n  expected  ",
-        "\n  reward    0, wrong, advantage ",
+        "\n  reward    0 (numeric 0, format 0), wrong, ",
         "(2 more)",
         "note: rewards: ",
         "the dry run went well",
@@ -84,7 +84,7 @@ async def test_tools_are_called_and_every_task_of_a_mixture_has_its_prompt(
     for name in ("lookup", "atlas"):
         assert f"prompt    {name}/train/" in said
     assert 'said      → lookup({"city": "Rome"})\n            tool lookup: Italy\n' in said
-    assert "            Italy 1\n  expected  Italy 1\n  reward    1, correct, " in said
+    assert "            Italy\n  expected  Italy\n  reward    1, correct, " in said
     assert "note: rewards: 0 1 0 0" in said
     assert not list(temporary.glob("torchtitan-rl-*"))
 

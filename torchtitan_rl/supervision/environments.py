@@ -106,5 +106,5 @@ def _response(work: Work[TimedRequest, EnvironmentResponse]) -> EnvironmentRespo
         return work.outcome
     request = work.payload.request
     outcomes: list[Outcome] = ["raised" for _ in request.calls]
-    failures = [ToolFailure(str(work.error)) for _ in request.calls]
+    failures: list[ToolFailure | None] = [ToolFailure(str(work.error)) for _ in request.calls]
     return EnvironmentResponse([], request.state, outcomes, str(work.error), failures)
