@@ -69,8 +69,8 @@ def _call(what: str, module: str, make: Callable[[], Result]) -> Result:
 def _checked(made: Any, task: Task, what: str, method: Callable[..., Any]) -> Example:
     """The example, if it is one that can be shown to a model."""
     if not isinstance(made, Example):
-        expected = "expected an Example(messages, expected_answer)"
-        raise wrong(task, what, method, f"returned {kind(made)}; {expected}")
+        said = f"returned {kind(made)}; expected an Example(messages, expected_answer)"
+        raise wrong(task, what, method, said)
     if said := _wrong_messages(made.messages):
         raise wrong(task, what, method, f"returned an Example whose {said}")
     if not isinstance(made.state, dict):
