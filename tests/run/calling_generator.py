@@ -29,7 +29,8 @@ class CallingGenerator(Actor):
         if "tool_response" in shown:
             text = "Italy" if "Italy" in shown else "Norway"
         tokens = [*self.tokenizer.encode(text), self.tokenizer.eos_token_id]
-        return Completion(0, i, ids, text, tokens, [-1.0] * len(tokens), "stop")
+        logprobs = [-1.0] * len(tokens)
+        return Completion(0, i, ids, text, tokens, token_logprobs=logprobs, finish_reason="stop")
 
     @concurrent_endpoint
     async def cancel(self, group_ids): ...
