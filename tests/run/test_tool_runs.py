@@ -34,7 +34,7 @@ ECHO = EchoConfig(tool=ToolEcho())
 
 
 class Fragile(Spelling):
-    """Its tool fails from the moment on when a file is there."""
+    """Its tool fails while a file is there."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Spelling.Config):
@@ -48,6 +48,9 @@ class Fragile(Spelling):
         if Path(self.config.fails_with).exists():
             raise ConnectionError("the alphabet is gone")
         return super().spell(word)
+
+    def expected(self, question: str) -> str:
+        return Spelling.spell(self, question)
 
 
 def config_for(folder, *, run="run", **changes):
@@ -110,6 +113,7 @@ async def played(folder):
         (folder / "broken").touch()
         with pytest.raises(BrokenToolError) as broken:
             await controller.step(4)
+        (folder / "broken").unlink()
         controller.rollout_log.close()
     return rows, fifths, str(broken.value)
 
