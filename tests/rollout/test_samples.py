@@ -69,6 +69,12 @@ def test_a_conversation_is_shown_with_its_tools():
     ]
 
 
+def test_a_terminal_does_not_obey_what_a_model_says():
+    said = [*MESSAGES[:2], {"role": "assistant", "content": "\x1b[2J\x0c[red]7\tor\r8"}]
+    lines = sample_lines(replace(records(0.0, 1.0)[0], messages=said))
+    assert lines[2] == "  said      �[2J�[red]7\tor�8"
+
+
 def test_why_there_is_no_answer_is_said():
     [cut_off, _] = records(0.0, 1.0, status="truncated")
     assert sample_lines(cut_off)[-1].endswith("cut off after 2 tokens")

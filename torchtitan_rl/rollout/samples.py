@@ -1,6 +1,7 @@
 """Samples on the console: what the model was asked, said and should have said, and its reward."""
 
 import json
+import unicodedata
 from collections.abc import Iterable, Sequence
 
 from torchtitan_rl.core.types import Message, Status
@@ -61,7 +62,8 @@ def show(title: str, record: RolloutRecord) -> None:
 
 def show_lines(text: str) -> None:
     """Print a text in full, indented."""
-    console.print("\n".join(f"  │ {line}" for line in text.splitlines()), markup=False)
+    lines = harmless(text).split("\n")
+    console.print("\n".join(f"  │ {line}" for line in lines), markup=False)
 
 
 def sample_lines(record: RolloutRecord) -> list[str]:
@@ -77,7 +79,7 @@ def sample_lines(record: RolloutRecord) -> list[str]:
     return [
         *_entry("prompt", map(_with_role, prompt)),
         *_entry("said", map(_said, said)),
-        *_entry("expected", [str(record.expected_answer)]),
+        *_entry("expected", [harmless(str(record.expected_answer))]),
         *_entry("reward", [reward_line(record)]),
     ]
 
@@ -135,11 +137,22 @@ def _text(message: Message) -> str:
         f"({json.dumps(call['function']['arguments'], ensure_ascii=False, default=repr)})"
         for call in message.get("tool_calls") or ()
     ]
-    return "\n".join(filter(None, [shortened(said), *calls])) or "(nothing)"
+    return harmless("\n".join(filter(None, [shortened(said), *calls]))) or "(nothing)"
+
+
+def harmless(text: str) -> str:
+    """The text without control characters, which a terminal would obey.
+
+    Example:
+        >>> harmless("a\\x1b[2Jb\\tc")
+        'a�[2Jb\\tc'
+    """
+    kept = "\n\t"
+    return "".join(c if c in kept or unicodedata.category(c) != "Cc" else "�" for c in text)
 
 
 def _entry(label: str, texts: Iterable[str]) -> list[str]:
-    lines = [line for text in texts for line in text.splitlines() or [""]] or ["(nothing)"]
+    lines = [line for text in texts for line in text.split("\n")] or ["(nothing)"]
     indented = [f"  {label:<{len(MARGIN)}}{lines[0]}", *(f"  {MARGIN}{one}" for one in lines[1:])]
     return [line.rstrip() for line in indented]
 
