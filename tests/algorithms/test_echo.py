@@ -47,7 +47,7 @@ CALCULATOR, SEARCH, NAMELESS = (said("tool", name=name) for name in ("calculator
             [None, said("user"), said("tool"), said("assistant")],
             [None, 0, 3, None],
         ),
-        # What the model is shown of itself, such as an example, is not its sample.
+        # In a later turn, what the model is shown of itself is history.
         (
             EchoConfig(assistant=RoleEcho()),
             [None, said("assistant", shown=True), said("assistant")],
@@ -60,6 +60,14 @@ CALCULATOR, SEARCH, NAMELESS = (said("tool", name=name) for name in ("calculator
 )
 def test_weights_by_table(config, tokens, alphas):
     assert echo_alphas(config, tokens) == alphas
+
+
+def test_what_the_first_prompt_shows_of_the_assistant_is_a_demonstration():
+    tokens = [None, said("assistant", shown=True), scaffold("assistant"), said("assistant")]
+    config = EchoConfig(assistant=RoleEcho())
+    assert echo_alphas(config, tokens, first_turn=True) == [None, 1.0, None, 1.0]
+    others = EchoConfig(user=RoleEcho())
+    assert echo_alphas(others, tokens, first_turn=True) == [None] * 4
 
 
 @pytest.mark.parametrize("role", ROLES)

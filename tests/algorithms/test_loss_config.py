@@ -112,6 +112,18 @@ def test_notices_name_the_term():
     assert LossConfig(rollout_kl=KL, ref_kl=KL).notices() == []
 
 
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_mean_over_tokens_is_noted_where_the_authors_mean_sequences(name):
+    notices = LossConfig(name=name, reduction="token_mean").notices()
+    if name not in ("gspo", "sapo"):
+        assert notices == []
+        return
+    assert f"loss.name {name} with loss.reduction token_mean" in notices[0]
+    assert "trainer.loss.reduction sequence_mean" in notices[0]
+    for reduction in REDUCTIONS[1:]:
+        assert LossConfig(name=name, reduction=reduction).notices() == []
+
+
 # Losses of one's own, found by this module's import path.
 
 

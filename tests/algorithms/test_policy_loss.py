@@ -58,7 +58,10 @@ def token(ratio, advantage):
         ("gspo", {}, 1.1, 2.0, -2.2, -2.2),
         ("gspo", {}, 1.5, 2.0, -2.4, 0.0),
         ("gspo", {}, 9.0, -1.0, 9.0, 9.0),
-        ("gspo", {}, 12.0, -1.0, 10.0, 0.0),
+        # Not the ratio but its logarithm is at most 10.
+        ("gspo", {}, math.exp(3), -1.0, math.exp(3), math.exp(3)),
+        ("gspo", {}, math.exp(9.9), -1.0, math.exp(9.9), math.exp(9.9)),
+        ("gspo", {}, math.exp(12), -1.0, math.exp(10), 0.0),
         # ρ only weighs, between 0 and 5; t = -1 carries the gradient.
         ("cispo", {}, 1.0, 1.0, 1.0, -1.0),
         ("cispo", {}, 2.0, 1.0, 2.0, -2.0),
@@ -136,6 +139,11 @@ def plain_dual_clip(ratio, a):
     return min(loss, -3 * a) if a < 0 else loss
 
 
+def plain_gspo(t, mean, a):
+    log_ratio = t - t.item() + mean
+    return plain_clip(torch.exp(log_ratio if mean < 10 else 0 * t + 10), a, 0.2, 0.2)
+
+
 def plain_dppo(t, g, a):
     moved = math.exp(t.item()) - math.exp(g)
     held = moved > 0.2 if a > 0 else moved < -0.2
@@ -151,7 +159,7 @@ PLAIN = {
     "grpo": lambda t, o, g, a, mean: plain_clip(torch.exp(t - o), a, 0.2, 0.2),
     "dapo": lambda t, o, g, a, mean: plain_clip(torch.exp(t - o), a, 0.2, 0.28),
     "dual_clip": lambda t, o, g, a, mean: plain_dual_clip(torch.exp(t - o), a),
-    "gspo": lambda t, o, g, a, mean: plain_clip(torch.exp(t - t.item() + mean), a, 0.2, 0.2),
+    "gspo": lambda t, o, g, a, mean: plain_gspo(t, mean, a),
     "cispo": lambda t, o, g, a, mean: -a * min(max(math.exp(t.item() - o), 0), 5) * t,
     "dppo": lambda t, o, g, a, mean: plain_dppo(t, g, a),
     "sapo": lambda t, o, g, a, mean: plain_sapo(torch.exp(t - o), a),
@@ -160,7 +168,8 @@ PLAIN = {
 """One token's loss with the default arguments; `mean` is that of t - o over its sequence."""
 
 # Every case of ratio x sign of A, away from the kinks at 0.8, 1.2, 1.28, 3 and 5. By sequence: a
-# mean ratio inside the bounds, above and below them, for A > 0 and A < 0, and A = 0.
+# mean ratio inside the bounds, above and below them, for A > 0 and A < 0, and A = 0; and means of
+# t - o below and above 10.
 RATIOS = [0.3, 0.7, 0.9, 1.0, 1.1, 1.25, 1.6, 4.0, 6.0]
 BY_SEQUENCE = [
     (RATIOS, 1.5, 1.0),
@@ -170,6 +179,8 @@ BY_SEQUENCE = [
     ([0.3, 0.7], 1.2, 0.25),
     ([0.3, 0.7], -0.9, 1.5),
     ([0.9, 1.9, 0.3], 0.0, 1.0),
+    ([math.exp(2), math.exp(4)], -1.0, 0.5),
+    ([math.exp(9), math.exp(12)], -1.0, 0.5),
 ]
 
 

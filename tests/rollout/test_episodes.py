@@ -7,12 +7,16 @@ import pytest
 
 from tests.support import ONE_TURN, PROMPT, TWO_TURNS, USER, a_rollout, low_tokens
 from tests.support import scored_group as group
+from torchtitan_rl.batching.grid import make_grid
+from torchtitan_rl.batching.reduction import weigh
 from torchtitan_rl.batching.schema import loss_mask
 from torchtitan_rl.batching.validation import validate
 from torchtitan_rl.config import (
     AdvantageConfig,
     BatchFilterConfig,
     EchoConfig,
+    KLConfig,
+    LossConfig,
     RoleEcho,
     ToolEcho,
     TrainerConfig,
@@ -83,6 +87,30 @@ def test_equal_rewards_have_no_signal_for_rl_but_still_echo():
     assert [a for a in episode.echo_alpha if not math.isnan(a)] == [0.5]
 
 
+def test_for_a_kl_term_every_token_that_was_sampled_is_kept_and_counted():
+    """Against a plain count: 2 + 2 and 3 + 2 samples; those of equal rewards have advantage 0, a
+    tool's word still echoes."""
+    differ = group(ONE_TURN, ONE_TURN, rewards=[1.0, 0.0], echo=ECHO_TOOLS, number=0)
+    equal = group(TWO_TURNS, ONE_TURN, rewards=[1.0, 1.0], echo=ECHO_TOOLS, number=1)
+    records = annotated(differ, equal)
+    kept = make_batch(records, keep_zero_advantages=True)
+    assert [e.advantage for e in kept.episodes] == [0.5, -0.5, 0.0, 0.0]
+    grid = make_grid(kept.episodes, dp_degree=1, tokens_per_microbatch=64)
+    assert grid.loss_tokens == sum(record.tokens for record in records) == 9
+    assert grid.echo_tokens == 1
+    # Every reduction counts the new ones too: v·N is 9/4 of a sequence's mean.
+    by_length = [e.weight for e in weigh(kept.episodes, "sequence_mean", fixed_length=9)]
+    assert by_length == [9 / (4 * 2), 9 / (4 * 2), 9 / (4 * 3), 9 / (4 * 2)]
+    left = make_grid(make_batch(records).episodes, dp_degree=1, tokens_per_microbatch=64)
+    assert (left.loss_tokens, left.echo_tokens) == (4, 1)
+
+
+@pytest.mark.parametrize("term", ["ref_kl", "rollout_kl"])
+def test_either_kl_term_keeps_them(term):
+    assert LossConfig(**{term: KLConfig(coef=0.1)}).has_kl
+    assert not LossConfig(**{term: KLConfig(coef=0.0)}).has_kl
+
+
 def test_tasks_with_and_without_echo_share_a_batch():
     quiet = group(ONE_TURN, ONE_TURN, rewards=[1.0, 0.0], name="quiet")
     loud = group(TWO_TURNS, ONE_TURN, rewards=[1.0, 0.0], echo=ECHO_TOOLS, name="loud")
@@ -137,7 +165,10 @@ def test_turns_of_unknown_origin_are_counted_and_do_not_echo():
     result = batch(group(unknown, TWO_TURNS, rewards=[1.0, 0.0], echo=ECHO_TOOLS))
     assert result.unattributed == 1
     echoing = [sum(not math.isnan(a) for a in e.echo_alpha) for e in result.episodes]
-    assert echoing == [0, 1]
+    assert echoing == [0, 1]  # of the turn without attribution nothing but samples could echo
+    user = EchoConfig(user=RoleEcho())
+    result = batch(group(unknown, TWO_TURNS, rewards=[1.0, 0.0], echo=user))
+    assert [sum(not math.isnan(a) for a in e.echo_alpha) for e in result.episodes] == [1, 1]
 
 
 def test_the_untrained_share_is_chosen_by_hash_and_counts_in_its_group():

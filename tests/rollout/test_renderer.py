@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtitan_rl.config import EchoConfig, RoleEcho, ToolEcho
-from torchtitan_rl.core.types import Completion
+from torchtitan_rl.core.types import SAMPLED, Completion
 from torchtitan_rl.rollout.renderer import ChatRenderer, QuickTokenizer
 from torchtitan_rl.rollout.sequences import Rendered, merge_turns, turn_alphas
 
@@ -89,9 +89,25 @@ def test_the_next_turn_keeps_what_was_sampled(renderer, ended):
     assert names == {"calculator"}
 
 
-def test_without_an_origin_before_there_is_none_behind(renderer):
+def test_after_a_turn_without_attribution_new_messages_have_theirs(renderer):
     turn = first_turn(renderer, reply(renderer, "I ask."), attributed=False)
-    assert renderer.extend(turn, ANSWER).attributions is None
+    shown = renderer.extend(turn, ANSWER)
+    assert words(renderer, shown, "tool") == "it is 4"
+    assert shown.attributions[: turn.length] == [None] * len(turn.prompt_token_ids) + [
+        SAMPLED
+    ] * len(turn.token_ids)
+    assert words(renderer, shown, "system") == words(renderer, shown, "user") == ""
+
+
+def test_a_demonstration_in_the_prompt_echoes_word_for_word(renderer):
+    shots = [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "It is 2."}]
+    shown = renderer.render([*QUESTION[:1], *shots, *QUESTION[1:]])
+    turn = shown.then(sampled(shown, reply(renderer, "4")))
+    config = EchoConfig(assistant=RoleEcho())
+    [alphas], _ = turn_alphas(config, [turn])
+    prompt = zip(shown.token_ids, alphas, strict=False)
+    assert renderer.tokenizer.decode([token for token, alpha in prompt if alpha]) == "It is 2."
+    assert alphas[len(shown.token_ids) :] == [1.0] * len(turn.token_ids)
 
 
 def test_the_models_own_words_cannot_be_put_into_its_mouth(renderer):

@@ -107,13 +107,89 @@ def test_each_turn_has_the_weights_of_what_it_was_shown():
 
 
 @pytest.mark.parametrize("attributions", [None, [], [USER, TOOL]])
-def test_a_turn_that_cannot_be_attributed_ends_all_echo_but_of_samples(attributions):
-    whole = turn([1, 2], [3], attributions=[USER, TOOL, OWN])
-    turns = [whole, turn([4, 5], [6], attributions=attributions)]
-    assert turn_alphas(ECHO, turns) == ([[None] * 3] * 2, 1)
+def test_a_turn_that_cannot_be_attributed_echoes_only_samples(attributions):
+    turns = [
+        turn([1, 2], [3], attributions=[USER, TOOL, OWN]),
+        turn([1, 2, 3, 4], [5], attributions=attributions),
+        turn([1, 2, 3, 4, 5, 6], [7], attributions=[None] * 5 + [TOOL, OWN]),
+    ]
+    weights, unattributed = turn_alphas(ECHO, turns)
+    [sequence] = merge_turns(turns, weights)
+    assert unattributed == 1
+    assert repr(sequence.echo_alpha) == "[nan, 0.5, nan, nan, nan, 0.5, nan]"
     # Who sampled the model's own tokens needs no renderer to tell.
-    own = EchoConfig(tool=ToolEcho(), assistant=RoleEcho(alpha=2.0))
-    assert turn_alphas(own, turns) == ([[None, None, 2.0]] * 2, 1)
+    own = EchoConfig(tool=ToolEcho(alpha=0.5), assistant=RoleEcho(alpha=2.0))
+    [sequence] = merge_turns(turns, turn_alphas(own, turns)[0])
+    assert repr(sequence.echo_alpha) == "[nan, 0.5, 2.0, nan, 2.0, 0.5, 2.0]"
+
+
+SHOWN = Attribution("assistant", content=True)
+
+
+def test_what_a_prompt_shows_of_the_assistant_echoes_once_though_it_is_rendered_again():
+    own = EchoConfig(assistant=RoleEcho(alpha=2.0))
+    turns = [
+        turn([1, 2, 3], [4], attributions=[USER, SHOWN, USER, OWN]),
+        turn([1, 2, 3, 4, 5], [6], attributions=[USER, SHOWN, USER, OWN, USER, OWN]),
+        # Anew: the demonstration and both samples are shown as history.
+        turn(
+            [9, 2, 3, 4, 5, 6, 7],
+            [8],
+            attributions=[USER, SHOWN, USER, SHOWN, USER, SHOWN, USER, OWN],
+        ),
+    ]
+    first, anew = merge_turns(turns, turn_alphas(own, turns)[0])
+    assert repr(first.echo_alpha) == "[nan, 2.0, nan, 2.0, nan, 2.0]"
+    assert repr(anew.echo_alpha) == "[nan, nan, nan, nan, nan, nan, nan, 2.0]"
+
+
+ALPHAS = {"user": 0.25, "assistant": 2.0, "tool": 0.5}
+ALL_ROLES = EchoConfig(
+    user=RoleEcho(alpha=0.25), assistant=RoleEcho(alpha=2.0), tool=ToolEcho(alpha=0.5)
+)
+TURNS = st.lists(
+    st.tuples(
+        st.lists(st.sampled_from([USER, TOOL, SHOWN, None]), min_size=1, max_size=4),
+        st.integers(1, 3),
+        st.booleans(),
+        st.booleans(),
+    ),
+    max_size=5,
+)
+"""Of each turn: where its new tokens come from, how many are sampled, whether the prompt is
+rendered anew, and whether the renderer can say where tokens come from."""
+
+
+@settings(deadline=None)
+@given(TURNS)
+def test_echo_weights_agree_with_a_plain_reference(parts):
+    """Token by token: each echoes where it first stands in a sequence, in an attributed turn;
+    of what the assistant says, the samples, and what the first prompt shows."""
+    turns, sequences = [], []
+    ids = iter(range(1000))
+    for number, (shown, samples, anew, known) in enumerate(parts):
+        # Tokens of the conversation so far: id, origin. Samples are shown as the assistant's words.
+        if anew or not turns:
+            past = [(next(ids), origin) for _, origin, _ in (sequences[-1] if sequences else [])]
+            sequences.append([])
+        else:
+            past = [(token, origin) for token, origin, _ in sequences[-1]]
+        prompt = past + [(next(ids), origin) for origin in shown]
+        sampled = [next(ids) for _ in range(samples)]
+        origins = [origin for _, origin in prompt] + [OWN] * samples
+        turns.append(turn([token for token, _ in prompt], sampled, origins if known else None))
+        for token, origin in prompt[len(sequences[-1]) :]:
+            echoes = known and origin and (origin.role != "assistant" or number == 0)
+            alpha = ALPHAS[origin.role] if echoes and sequences[-1] else None
+            sequences[-1].append((token, origin, alpha))
+        sequences[-1] += [(token, SHOWN, ALPHAS["assistant"]) for token in sampled]
+    weights, unattributed = turn_alphas(ALL_ROLES, turns)
+    merged = merge_turns(turns, weights)
+    assert unattributed == sum(not known for *_, known in parts)
+    assert [ids_of(s) for s in merged] == [[token for token, *_ in s] for s in sequences]
+    for sequence, expected in zip(merged, sequences, strict=True):
+        found = [None if math.isnan(alpha) else alpha for alpha in sequence.echo_alpha]
+        assert found == [alpha for *_, alpha in expected]
 
 
 def test_experts_of_several_turns_are_those_each_token_was_read_with():

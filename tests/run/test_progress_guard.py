@@ -1,8 +1,10 @@
 """When failures are chance, and when something is broken."""
 
+import math
+
 import pytest
 
-from tests.support import ONE_TURN, a_rollout, scored_group
+from tests.support import ONE_TURN, a_rollout, episode, scored_group
 from torchtitan_rl.config import AdvantageConfig
 from torchtitan_rl.rollout.episodes import annotate
 from torchtitan_rl.run.progress_guard import MOST_FAILED_ROLLOUTS, ProgressGuard
@@ -51,10 +53,18 @@ def test_steps_without_an_episode_are_warned_of_then_a_mistake(capsys):
     guard, step = ProgressGuard(2), records(FINISHED, FINISHED)
     guard.check_episodes(step, [])
     assert "nothing to learn from" in capsys.readouterr().out
-    guard.check_episodes(step, ["an episode"])
+    guard.check_episodes(step, [episode(advantage=0.0), episode(advantage=-0.5)])
     assert not capsys.readouterr().out
     guard.check_episodes(step, [])
     with pytest.raises(
         RuntimeError, match=r"2 steps in a row.*rewards seen: \[0.0\].*batch_filter"
     ):
         guard.check_episodes(step, [])
+
+
+def test_episodes_that_a_kl_term_keeps_are_nothing_to_learn_from(capsys):
+    guard, step = ProgressGuard(2), records(FINISHED, FINISHED)
+    guard.check_episodes(step, [episode(advantage=0.0, echo_alpha=[math.nan] * 5)])
+    assert "nothing to learn from" in capsys.readouterr().out
+    guard.check_episodes(step, [episode(advantage=0.0, echo_alpha=[math.nan] * 4 + [0.5])])
+    assert not capsys.readouterr().out

@@ -16,27 +16,31 @@ def echo_alphas(
     config: EchoConfig,
     attributions: Sequence[Attribution | None],
     allowed: Sequence[bool] | None = None,
+    *,
+    first_turn: bool = False,
 ) -> list[float | None]:
-    """Echo weight of each token of a rollout; None for a token that does not echo.
+    """Echo weight of each token of a turn; None for a token that does not echo.
 
-    A filter's `allowed` can only exclude tokens. Token 0 never echoes: nothing predicts it.
+    A filter's `allowed` can only exclude tokens. Token 0 never echoes: nothing predicts it. Words
+    of the assistant that the prompt shows echo in the first turn only: there they are
+    demonstrations, later they are the conversation's own history.
 
     Example:
         >>> tool = Attribution("tool", content=True, tool_name="calculator")
         >>> echo_alphas(EchoConfig(tool=ToolEcho(alpha=0.5)), [None, tool, None, tool])
         [None, 0.5, None, 0.5]
     """
-    alphas = [_alpha(config, attribution) for attribution in attributions]
+    alphas = [_alpha(config, attribution, first_turn) for attribution in attributions]
     if allowed is not None:
         alphas = [a if keep else None for a, keep in zip(alphas, allowed, strict=True)]
     return [None, *alphas[1:]] if alphas else []
 
 
-def _alpha(config: EchoConfig, token: Attribution | None) -> float | None:
+def _alpha(config: EchoConfig, token: Attribution | None, first_turn: bool) -> float | None:
     if token is None or not token.content:
         return None
-    if token.role == "assistant" and not token.sampled:
-        return None  # earlier messages of the model in a prompt are not its samples
+    if token.role == "assistant" and not token.sampled and not first_turn:
+        return None  # an earlier turn has trained it
     chosen: RoleEcho | None = getattr(config, token.role)
     if chosen is None:
         return None

@@ -101,14 +101,18 @@ def dual_clip(
 
 
 def gspo(inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2) -> LossOutput:
-    """GSPO's loss: clipped, with the sequence's ratio exp(t - sg(t) + sg(mean of t - o)), at most
-    10.
+    """GSPO's loss: clipped, with the sequence's ratio exp(t - sg(t) + sg(mean of t - o)), the
+    logarithm of which is at most 10.
 
     Every token of a sequence has the same ratio, and its own gradient.
+
+    Example:
+        One token with t - o = 3, A = -1: the loss is e³ = 20.09, and so is its gradient.
     """
     t = inputs.logprobs
     mean = sequence_means(t.detach() - inputs.old_logprobs, inputs.sequence_ids)
-    return _clip(inputs, ratio_of(t - t.detach() + mean).clamp(max=10.0), clip_low, clip_high)
+    log_ratio = (t - t.detach() + mean).clamp(max=10.0)
+    return _clip(inputs, ratio_of(log_ratio), clip_low, clip_high)
 
 
 def cispo(inputs: LossInputs, *, clip_low: float = 1.0, clip_high: float = 4.0) -> LossOutput:

@@ -1,5 +1,7 @@
 """Settings of a run: dataclasses that import no torch, no vLLM and no Monarch."""
 
+from dataclasses import is_dataclass
+
 from torchtitan_rl.config.advantage import AdvantageConfig
 from torchtitan_rl.config.batch_filter import BatchFilterConfig
 from torchtitan_rl.config.checkpoint import CheckpointConfig
@@ -27,6 +29,7 @@ from torchtitan_rl.config.trainer import (
 )
 from torchtitan_rl.config.warm_start import WarmStartConfig
 from torchtitan_rl.config.weight_sync import WeightSyncConfig
+from torchtitan_rl.core.settings import checks_numbers
 
 __all__ = [
     "AdvantageConfig",
@@ -59,3 +62,8 @@ __all__ = [
     "annealed_lr",
     "constant_lr",
 ]
+
+# Here and not above each class, so that no config can be without it.
+for _config in [globals()[name] for name in __all__]:
+    if is_dataclass(_config):
+        checks_numbers(_config)

@@ -42,6 +42,9 @@ BUILT_IN_LOSSES: dict[str, BuiltInLoss] = {
 }
 """The losses of algorithms/policy_loss.py; a test compares this table with what they take."""
 
+SEQUENCE_LOSSES = frozenset({"gspo", "sapo"})
+"""Losses whose authors average over the tokens of a sequence, then over sequences."""
+
 
 @dataclass(kw_only=True, slots=True)
 class KLConfig:
@@ -118,6 +121,11 @@ class LossConfig:
         own = self.built_in is None or self.built_in.uses_ratios
         return own or self.rollout_kl.on or self.correction.on
 
+    @property
+    def has_kl(self) -> bool:
+        """Whether a KL term is on, which trains every sampled token, whatever its advantage."""
+        return self.rollout_kl.on or self.ref_kl.on
+
     def needs(self, *, generator_logprobs: bool | None = None) -> dict[str, str]:
         """Optional fields of an episode that must be there, each with the setting that needs it.
 
@@ -140,6 +148,12 @@ class LossConfig:
     def notices(self) -> list[str]:
         """What the user should know about these choices."""
         notices = self.rollout_kl.notices("loss.rollout_kl") + self.ref_kl.notices("loss.ref_kl")
+        if self.name in SEQUENCE_LOSSES and self.reduction == "token_mean":
+            notices.append(
+                f"loss.name {self.name} with loss.reduction token_mean: a long answer weighs more "
+                "than a short one; its authors average by sequence, as trainer.loss.reduction "
+                "sequence_mean does"
+            )
         if self.name == "dppo" and self.correction.importance_weight != "off":
             notices.append(
                 "loss.name dppo weighs by exp(t - g) already; correction.importance_weight does so "

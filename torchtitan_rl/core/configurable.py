@@ -7,6 +7,8 @@ none, and importing it takes longer than everything else they do before they are
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, ClassVar
 
+from torchtitan_rl.core.settings import checks_numbers
+
 
 class Configurable:
     """A class whose objects are made by `Config.build`, with the config as their first argument.
@@ -45,6 +47,7 @@ class Configurable:
         if "__slots__" not in vars(config) or not all(f.kw_only for f in fields(config) if f.init):
             raise TypeError(f"{cls.__name__}.Config must be a @dataclass(kw_only=True, slots=True)")
         config._owner = cls
+        checks_numbers(config)
 
 
 def to_dict(config: Any) -> dict[str, Any]:

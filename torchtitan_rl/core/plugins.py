@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Literal, TypeVar
 
+from torchtitan_rl.core.settings import is_number
+
 Function = TypeVar("Function", bound=Callable)
 
 
@@ -70,7 +72,7 @@ def check_limits(
     """
     for name, value in kwargs.items():
         least, largest = limits[name]
-        if not isinstance(value, int | float) or not least <= value <= largest:
+        if not is_number(value) or not least <= value <= largest:
             allowed = f"from {least:g} up" if largest >= 1e9 else f"{least:g} to {largest:g}"
             raise ValueError(f"{setting}.{name} must be a number {allowed}; got {value!r}")
 

@@ -3,6 +3,7 @@
 Each stage takes a value and returns a new one; no stage changes what an earlier one has made.
 """
 
+import math
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Literal, Self
@@ -329,6 +330,11 @@ class Episode(WithColumns):
         """Weight of a token's cross-entropy beside RL; NaN where it has none. A token with a
         weight, be it 0, is out of RL."""
         return self.columns.get("echo_alpha")
+
+    @property
+    def echoes(self) -> bool:
+        """Whether any of its tokens trains by cross-entropy."""
+        return not all(map(math.isnan, self.echo_alpha or ()))
 
     @property
     def loss_mask(self) -> list[bool] | None:

@@ -49,7 +49,7 @@ def annotate(
 
 
 def has_signal(records: Iterable[RolloutRecord]) -> bool:
-    """Whether a group has anything to learn from by RL: an advantage that is not 0."""
+    """Whether a group has anything for the policy loss: an advantage that is not 0."""
     return any(record.advantage for record in records)
 
 
@@ -64,16 +64,17 @@ class Batch:
     """Turns that do not echo, because the renderer could not say where their tokens come from."""
 
 
-def make_batch(records: Sequence[RolloutRecord]) -> Batch:
-    """The episodes of a step's records. A group whose advantages are all 0 has no signal for RL:
-    only those of its tokens that echo are kept."""
+def make_batch(records: Sequence[RolloutRecord], *, keep_zero_advantages: bool = False) -> Batch:
+    """The episodes of a step's records. A group whose advantages are all 0 has no signal for the
+    policy loss: only those of its tokens that echo are kept, unless `keep_zero_advantages`, for KL
+    terms, which train every token that was sampled."""
     groups: defaultdict[str, list[RolloutRecord]] = defaultdict(list)
     for record in records:
         if record.split in ("train", "untrained"):
             groups[record.group].append(record)
     batch = Batch(unattributed=sum(r.unattributed for its in groups.values() for r in its))
     for its in groups.values():
-        rl = has_signal(its)
+        rl = keep_zero_advantages or has_signal(its)
         for record in its:
             into = batch.untrained if record.split == "untrained" else batch.episodes
             into += to_episodes(

@@ -5,7 +5,7 @@ from typing import Any
 
 from torchtitan_rl.core.types import Attribution, Message, Turn
 from torchtitan_rl.models.hf import ModelFolderError, read_hf_config
-from torchtitan_rl.rollout.sequences import Rendered
+from torchtitan_rl.rollout.sequences import Rendered, origins
 from torchtitan_rl.tasks.tools.tool import ToolCall
 
 MAX_DEPTH = 32
@@ -94,9 +94,9 @@ class ChatRenderer:
         if bridged is None or list(bridged.token_ids[: turn.length]) != whole:
             return None
         added = _attributions(bridged)
-        if added is None or turn.attributions is None:
-            return Rendered(list(bridged.token_ids), None)
-        return Rendered(list(bridged.token_ids), turn.attributions + added[turn.length :])
+        # A turn that could not be attributed leaves those after it as they are.
+        known = None if added is None else origins(turn) + added[turn.length :]
+        return Rendered(list(bridged.token_ids), known)
 
     def check_tools(self, task: str) -> None:
         """Refuse a model whose tool calls nobody can read."""

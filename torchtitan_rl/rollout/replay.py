@@ -79,7 +79,8 @@ class RolloutReplay:
             )
         for step in range(self._config.steps):
             _check_end(self.file(step))
-        episodes = make_batch(self.records(0)).episodes
+        kl = self._config.trainer.loss.has_kl
+        episodes = make_batch(self.records(0), keep_zero_advantages=kl).episodes
         validate(episodes, vocab_size=self._vocab_size, experts=self._experts)
         needs = episode_needs(self._config)
         needs.pop("ref_logprobs", None)  # of the reference, which this run asks itself

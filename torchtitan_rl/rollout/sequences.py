@@ -138,7 +138,7 @@ def turn_alphas(
     config: EchoConfig, turns: Sequence[Turn], allowed: object = None
 ) -> tuple[list[list[float | None]], int]:
     """Echo weights of each turn's tokens, and in how many turns the renderer could not attribute
-    all of them: if in any, only what was sampled may echo.
+    all of them: of such a turn only what was sampled may echo.
 
     `allowed` is what the filter `config.filter` returned for the rollout, if there is one.
     """
@@ -146,14 +146,21 @@ def turn_alphas(
     masks: Sequence[list[bool] | None] = [None] * len(turns)
     if config.filter and turns:
         masks = checked_mask(config.filter, allowed, lengths)
-    unattributed = sum(len(turn.attributions or ()) != turn.length for turn in turns)
-    return [
-        echo_alphas(config, _origins(turn, known=not unattributed), mask)
-        for turn, mask in zip(turns, masks, strict=True)
-    ], unattributed
+    alphas = [
+        echo_alphas(config, origins(turn), mask, first_turn=number == 0)
+        for number, (turn, mask) in enumerate(zip(turns, masks, strict=True))
+    ]
+    return alphas, sum(not attributed(turn) for turn in turns)
 
 
-def _origins(turn: Turn, *, known: bool) -> Sequence[Attribution | None]:
-    if known and turn.attributions is not None:
+def attributed(turn: Turn) -> bool:
+    """Whether the renderer has said of each token of a turn where it comes from."""
+    return turn.attributions is not None and len(turn.attributions) == turn.length
+
+
+def origins(turn: Turn) -> list[Attribution | None]:
+    """Where each token of a turn comes from; of a turn that is not attributed, only what was
+    sampled is known."""
+    if turn.attributions is not None and attributed(turn):
         return turn.attributions
     return [None] * len(turn.prompt_token_ids) + [SAMPLED] * len(turn.token_ids)

@@ -183,7 +183,7 @@ class Controller:
         self.guard.check_rollouts(records)
         self.tool_guard.check_step()
         self.samples.of_step(step, records)
-        batch = make_batch(records)
+        batch = make_batch(records, keep_zero_advantages=config.trainer.loss.has_kl)
         budget, overlong = config.trainer.tokens_per_microbatch, config.trainer.overlong
         chosen = self.batch_filter(batch.episodes)
         episodes, training = limit_length(chosen, budget, overlong)

@@ -41,8 +41,10 @@ class ProgressGuard:
                 console.print(f"warning: {count} failed: {failed[0].failure}", markup=False)
 
     def check_episodes(self, records: Sequence[RolloutRecord], episodes: Sequence[Episode]) -> None:
-        """Count steps in a row that had nothing to learn from."""
-        self._untrainable = 0 if episodes else self._untrainable + 1
+        """Count steps in a row that had nothing to learn from. A KL term does not count: it only
+        holds the policy where it is."""
+        learns = any(episode.advantage or episode.echoes for episode in episodes)
+        self._untrainable = 0 if learns else self._untrainable + 1
         if not self._untrainable:
             return
         rewards = sorted({r.reward for r in records if r.reward is not None})

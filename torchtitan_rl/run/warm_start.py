@@ -17,11 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from torchtitan_rl.config import (
     AdvantageConfig,
-    EchoConfig,
     LossConfig,
     LRScheduleConfig,
     OptimizerConfig,
-    RoleEcho,
     RolloutConfig,
     RunConfig,
     SamplingConfig,
@@ -34,7 +32,7 @@ from torchtitan_rl.models.makers.tiny import write_tiny_model
 from torchtitan_rl.observability.console import StepProgress, console
 from torchtitan_rl.rollout.episodes import to_episodes
 from torchtitan_rl.rollout.renderer import ChatRenderer
-from torchtitan_rl.rollout.sequences import merge_turns, turn_alphas
+from torchtitan_rl.rollout.sequences import merge_turns
 from torchtitan_rl.run.starting_model import model_folder
 from torchtitan_rl.tasks import checked
 from torchtitan_rl.tasks.task import Task
@@ -173,9 +171,12 @@ def demonstration(controller: "Controller", index: int) -> list[Episode]:
     said = checked.demonstration(task, example, rng)
     messages = [{"role": "assistant", "content": said}] if isinstance(said, str) else said
     turns = taught_turns(controller.renderer, example.messages, messages, task.shown_tools)
-    alphas, _ = turn_alphas(EchoConfig(assistant=RoleEcho()), turns)
+    # Its own words, not those that a prompt shows: of these, every demonstration has the same.
+    taught: list[list[float | None]] = [
+        [None] * len(turn.prompt_token_ids) + [1.0] * len(turn.token_ids) for turn in turns
+    ]
     return to_episodes(
-        merge_turns(turns, alphas),
+        merge_turns(turns, taught),
         rl=False,
         policy_version=controller.policy_version,
         reward=0.0,

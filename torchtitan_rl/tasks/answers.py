@@ -10,6 +10,7 @@ from typing import Any
 
 from torchtitan_rl.core.errors import describe_error
 from torchtitan_rl.core.plugins import check_arguments, resolve
+from torchtitan_rl.core.settings import checks_numbers, is_number
 from torchtitan_rl.tasks.task import Reward
 
 RewardFn = Callable[..., "Reward | float"]
@@ -66,6 +67,7 @@ def numeric(answer: str, expected: Any, *, tolerance: float = 1e-6, relative: fl
 REWARDS: dict[str, RewardFn] = {"exact": exact, "numeric": numeric}
 
 
+@checks_numbers
 @dataclass(kw_only=True, slots=True)
 class AnswerReward:
     """Finds the answer in a completion and compares it with the expected one: 1 if it is right.
@@ -95,7 +97,9 @@ class AnswerReward:
         check_arguments(self.name, function, self.kwargs, what="reward", positional=2)
         for name in ("tolerance", "relative", "ignore_case"):
             value = self.kwargs.get(name, 0.0)
-            if self.name in REWARDS and not (isinstance(value, float | int) and 0 <= value < 1e308):
+            if name == "ignore_case" and isinstance(value, bool):
+                continue  # a switch, which the command line can only give as a number
+            if self.name in REWARDS and not (is_number(value) and 0 <= value < 1e308):
                 raise ValueError(
                     f"{name} of task.reward.kwargs must be a number from 0 up; got {value!r}"
                 )
