@@ -233,6 +233,30 @@ async def test_the_gradient_of_echo_is_that_of_cross_entropy(trainer, tiny_model
         torch.testing.assert_close(ours[titan], expected, rtol=1e-4, atol=1e-6)
 
 
+async def test_the_total_that_is_logged_is_what_is_minimised(trainers, tiny_model):
+    """Against transformers, term by term: Echo is in it. Any number of ranks logs the same."""
+    episodes = with_echo(random_episodes(7, longest=12, seed=2))
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    rl, echo = [], []
+    with torch.no_grad():
+        for e in episodes:
+            ids = torch.tensor([e.prompt_token_ids + e.token_ids])
+            logits = model(ids).logits[0, :-1]
+            for position in range(1, e.length):
+                token, alpha = ids[0, position], e.echo_alpha[position]
+                if not math.isnan(alpha):
+                    echo.append(-alpha * torch.log_softmax(logits[position - 1], -1)[token].item())
+                elif position >= len(e.prompt_token_ids):
+                    rl.append(-e.advantage)  # the ratio of the first update is 1
+    policy, echoed = sum(rl) / len(rl), sum(echo) / len(echo)
+    expected = {"loss/policy": policy, "loss/echo": echoed, "loss/total": policy + echoed}
+    for actor, ranks in zip(trainers, (1, 2, 2), strict=True):
+        grid = make_grid(episodes, dp_degree=ranks, tokens_per_microbatch=64)
+        logged = flatten(merge_metrics(per_rank(await actor.measure.call(grid))))
+        assert {name: logged[name] for name in expected} == pytest.approx(expected, rel=1e-4)
+        assert logged["echo_tokens"] == len(echo)
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 async def test_every_loss_has_the_same_gradient_however_it_is_split(trainer, two_ranks, loss):
     """With every term on and sequences of very uneven length, some of them on a rank alone."""
@@ -336,7 +360,7 @@ async def test_the_reference_stays_and_reads_back_in_order(trainer, tiny_model):
 
 
 async def test_metrics_of_two_ranks_merge_to_those_of_one(trainer, two_ranks):
-    episodes = random_episodes(9, longest=20)
+    episodes = with_echo(random_episodes(9, longest=20))
     values = []
     for ranks, actor in ((1, trainer), (2, two_ranks)):
         grid = make_grid(episodes, dp_degree=ranks, tokens_per_microbatch=128)
@@ -347,6 +371,34 @@ async def test_metrics_of_two_ranks_merge_to_those_of_one(trainer, two_ranks):
         assert one.keys() == two.keys()
         assert one == pytest.approx(two, rel=1e-4, abs=1e-6)
     assert values[0][0]["entropy/all/mean"] != values[0][1]["entropy/all/mean"]
+    assert values[0][0]["grad_share/policy"] + values[0][0]["grad_share/echo"] == pytest.approx(1)
+
+
+@pytest.mark.parametrize("scale", [0.02, 1.0, 50.0])
+async def test_the_share_of_echo_is_about_that_of_its_gradient(trainer, scale):
+    """Against the gradients of all weights, a backward pass for each term. It takes steps."""
+    episodes = [
+        replace(e, echo_alpha=[scale * abs(alpha) for alpha in e.echo_alpha])
+        for e in with_echo(random_episodes(9, longest=20, seed=6))
+    ]
+    alone = {
+        "policy": [replace(e, echo_alpha=[0 * alpha for alpha in e.echo_alpha]) for e in episodes],
+        "echo": [replace(e, advantage=0.0) for e in episodes],
+    }
+    norms = {}
+    for term, its in alone.items():
+        found = await gradients(trainer, its, dp_degree=1, budget=4096)
+        norms[term] = torch.cat([g.flatten() for g in found.values()]).norm().item()
+    grid = make_grid(episodes, dp_degree=1, tokens_per_microbatch=128)
+    logged = flatten(per_rank(await trainer.train_step.call(grid))[0])
+    exact = norms["echo"] / sum(norms.values())
+    print(scale, exact, logged["grad_share/echo"])
+    assert logged["grad_share/echo"] == pytest.approx(exact, abs=0.15)
+    # A batch without Echo has one term, and nothing to share.
+    grid = make_grid(random_episodes(3, longest=9), dp_degree=1, tokens_per_microbatch=128)
+    only = flatten(per_rank(await trainer.train_step.call(grid))[0])
+    assert not [name for name in only if name.startswith("grad_share")]
+    assert only["loss/total"] == only["loss/policy"]
 
 
 async def test_a_resumed_trainer_goes_on_as_if_it_had_not_stopped(trainer, tiny_model, checkpoints):

@@ -18,7 +18,7 @@ def found(config, inputs):
     """What is noted in the forward and the backward pass of these tokens."""
     not_finite = NotFinite()
     output = objective(config, inputs)
-    not_finite.watch(config, output.loss_sum, inputs, output.metrics, NAMES)
+    not_finite.watch(config, output.terms, inputs, NAMES)
     output.loss_sum.backward()
     return not_finite.found
 

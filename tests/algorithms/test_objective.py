@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.algorithms.support import gradient, loss_inputs
 from torchtitan_rl.algorithms.kl import ESTIMATORS
-from torchtitan_rl.algorithms.objective import mismatch, objective
+from torchtitan_rl.algorithms.objective import batch_terms, mismatch, objective
 from torchtitan_rl.algorithms.policy_loss import LOSSES
 from torchtitan_rl.config import CorrectionConfig, KLConfig, LossConfig
 from torchtitan_rl.core.metrics import flatten, merge_metrics
@@ -47,6 +47,7 @@ def kl_sum(estimator, other, weights=WEIGHTS):
 def test_without_further_terms_it_is_the_policy_loss(name):
     output, plain = objective(LossConfig(name=name), tokens()), LOSSES[name](tokens())
     assert output.loss_sum.item() == plain.loss_sum.item()
+    assert list(output.terms) == list(LossConfig(name=name).terms) == ["policy"]
     assert plain.metrics.items() <= output.metrics.items()
 
 
@@ -59,13 +60,16 @@ def test_the_terms_add_up_with_their_coefficients(name, rollout, reference):
         rollout_kl=KLConfig(coef=rollout[0], estimator=rollout[1]),
         ref_kl=KLConfig(coef=reference[0], estimator=reference[1]),
     )
-    policy = LOSSES[name](tokens()).loss_sum.item()
-    expected = (
-        policy
-        + rollout[0] * kl_sum(rollout[1], GENERATOR)
-        + reference[0] * kl_sum(reference[1], REFERENCE)
-    )
-    assert objective(config, tokens()).loss_sum.item() == pytest.approx(expected)
+    expected = {
+        "policy": LOSSES[name](tokens()).loss_sum.item(),
+        "rollout_kl": rollout[0] * kl_sum(rollout[1], GENERATOR),
+        "ref_kl": reference[0] * kl_sum(reference[1], REFERENCE),
+    }
+    output = objective(config, tokens())
+    assert output.loss_sum.item() == pytest.approx(sum(expected.values()))
+    on = {term: expected[term] for term in config.terms}
+    assert {term: value.item() for term, value in output.terms.items()} == pytest.approx(on)
+    assert {"policy", *(term for term, value in expected.items() if value)} == {*on}
 
 
 def test_the_gradients_of_the_terms_add_up():
@@ -94,7 +98,7 @@ def test_the_kl_takes_tokens_that_are_masked_elsewhere(config, name, g):
     inputs = loss_inputs(t, o=t, g=g, weights=WEIGHTS)
     loss = LossConfig(name=name, correction=config, rollout_kl=KLConfig(coef=0.3))
     output = objective(loss, inputs)
-    assert flatten(output.metrics)["loss/policy"] == 0
+    assert output.terms["policy"].item() == 0
     slopes = [0.3 * w * (x - y) for w, x, y in zip(WEIGHTS, t, g, strict=True)]
     assert gradient(output, inputs) == pytest.approx(slopes)
 
@@ -218,12 +222,7 @@ def test_a_term_without_the_logprobs_it_needs_is_an_error(config, missing, messa
 
 def test_terms_that_are_off_need_no_logprobs():
     output = objective(LossConfig(), tokens(g=None, ref=None))
-    assert flatten(output.metrics).keys() == {
-        "loss/policy",
-        "loss/total",
-        "loss/masked_high_share",
-        "loss/masked_low_share",
-    }
+    assert flatten(output.metrics).keys() == {"loss/masked_high_share", "loss/masked_low_share"}
 
 
 def test_each_term_has_its_metric():
@@ -238,11 +237,10 @@ def test_each_term_has_its_metric():
     # o - g is 0.1, 0.3, -0.3, 2.9: the token mask drops the last; t - g is 0.2, 0.3, -0.5, 3.
     policy = -(1.0 * -0.5 + 0.5 * -1.0 * -1.0 + 2.0 * 0.5 * -2.0)
     ones = [1.0] * 4
+    assert output.terms["policy"].item() == pytest.approx(policy)
     expected = {
-        "loss/policy": policy / 4,
         "rollout_kl": kl_sum("abs", GENERATOR, ones) / 4,
         "ref_kl": kl_sum("k1", REFERENCE, ones) / 4,
-        "loss/total": output.loss_sum.item() / 4,
         "correction/token_mask_share": 0.25,
     }
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
@@ -275,6 +273,18 @@ def test_metrics_of_microbatches_merge_to_those_of_the_batch():
     assert merged == pytest.approx(flatten(whole.metrics))
     total = sum(part.loss_sum.item() for part in parts)
     assert total == pytest.approx(whole.loss_sum.item())
+
+
+def test_the_terms_of_a_batch_are_divided_by_its_own_counts():
+    """Microbatches of a batch with 10 RL and 4 Echo tokens, by hand."""
+    rl, echo = {"policy": torch.tensor(3.0), "ref_kl": torch.tensor(-1.0)}, torch.tensor(2.0)
+    both = batch_terms(rl, echo, loss_tokens=10, echo_tokens=4)
+    assert {n: t.item() for n, t in both.items()} == pytest.approx(
+        {"policy": 0.3, "ref_kl": -0.1, "echo": 0.5}
+    )
+    assert batch_terms(rl, echo, loss_tokens=10, echo_tokens=0).keys() == {"policy", "ref_kl"}
+    assert batch_terms(rl, echo, loss_tokens=0, echo_tokens=4).keys() == {"echo"}
+    assert batch_terms(rl, echo, loss_tokens=0, echo_tokens=0) == {}
 
 
 def test_mismatch_is_zero_where_trainer_and_generator_agree_and_else_positive():

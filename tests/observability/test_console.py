@@ -168,4 +168,6 @@ def test_a_step_line_tells_of_tool_calls_that_failed():
     values |= {"tool_calls/malformed/all/mean": 0.0, "tool_calls/unknown/all/mean": 0.0}
     values |= {"tool_calls/raised/all/mean": 0.0, "echo_nll/mean": 1.25}
     assert "tool calls" not in step_line(1, values)
-    assert "echo 1.25" in step_line(1, values)
+    assert "echo 1.25  " in step_line(1, values)
+    drowned = {**values, "grad_share/echo": 0.891}
+    assert "echo 1.25 (89% of the gradient)  " in step_line(1, drowned)

@@ -11,9 +11,10 @@ waits until they are copied.
 import asyncio
 import functools
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -23,9 +24,10 @@ from monarch.actor import Actor, concurrent_endpoint
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 
 from torchtitan_rl.algorithms.echo_loss import echo_loss
+from torchtitan_rl.algorithms.gradient_shares import GradientShares, slopes_of
 from torchtitan_rl.algorithms.not_finite import NotFinite
-from torchtitan_rl.algorithms.objective import mismatch, objective
-from torchtitan_rl.algorithms.policy_loss import LossInputs, LossOutput
+from torchtitan_rl.algorithms.objective import Objective, batch_terms, mismatch, objective
+from torchtitan_rl.algorithms.policy_loss import LossInputs
 from torchtitan_rl.batching.grid import Grid
 from torchtitan_rl.batching.microbatch import Microbatch
 from torchtitan_rl.config.loss import LossConfig
@@ -158,17 +160,23 @@ class Trainer(Actor):
         if self.tokens:
             self.tokens.write(step)
         metrics["train/learning_rate"] = Same(learning_rate)
-        return metrics
+        return self._of_rank(metrics)
 
     @computes
     def measure(self, grid: Grid) -> Metrics:
         """Return this rank's share of what a step on the grid would measure, without taking it."""
-        measured = []
+
+        def forward(cell: Microbatch) -> Pass:
+            with self.rank.replaying(cell, on=self.config.router_replay):
+                return self._forward(cell, grid, self.config.loss)
+
         with torch.no_grad():
-            for cell in self._column(grid):
-                with self.rank.replaying(cell, on=self.config.router_replay):
-                    measured.append(self._forward(cell, grid, self.config.loss).metrics)
-        return merge_metrics(measured)
+            return self._of_rank(self._measured(map(forward, self._column(grid))))
+
+    def _of_rank(self, metrics: Metrics) -> Metrics:
+        """What this rank tells of metrics: ranks that share a model compute the same, and one of
+        them tells, or sums would count twice."""
+        return metrics if self.rank.leads else {}
 
     @computes
     def gradients(self, grid: Grid, *, loss: LossConfig | None = None) -> dict[str, torch.Tensor]:
@@ -249,9 +257,39 @@ class Trainer(Actor):
         return [row[self.rank.dp_rank] for row in grid.cells]
 
     def _accumulate(self, grid: Grid, loss: LossConfig) -> Metrics:
-        return merge_metrics(
-            self._forward_backward(cell, grid, loss) for cell in self._column(grid)
+        """Accumulate the gradient of a batch; returns this rank's part of the metrics."""
+        shares = self._gradient_shares(grid, loss)
+        metrics = self._measured(
+            self._forward_backward(cell, grid, loss, shares) for cell in self._column(grid)
         )
+        if shares:
+            dist.all_reduce(shares.total)
+            for name, share in shares.shares().items():
+                metrics[f"grad_share/{name}"] = Mean(share, 1.0)
+        return metrics
+
+    def _gradient_shares(self, grid: Grid, loss: LossConfig) -> GradientShares | None:
+        """A place for what each term gives to the gradient; None if there is only one term."""
+        terms = loss.terms if grid.loss_tokens else ()
+        terms = (*terms, "echo") if grid.echo_tokens else terms
+        if len(terms) < 2:
+            return None
+        return GradientShares(terms, dim=self.rank.head.in_features, device=self.rank.device)
+
+    def _measured(self, passes: "Iterable[Pass]") -> Metrics:
+        """This rank's part of the metrics of a batch: those of its microbatches, and the terms of
+        the loss. These are divided by all tokens of the batch: what the ranks have adds up."""
+        metrics: list[Metrics] = []
+        terms: defaultdict[str, float] = defaultdict(float)
+        for passed in passes:
+            metrics.append(passed.metrics)
+            for name, term in passed.terms.items():
+                terms[name] += term.item()
+            del passed  # with its tensors, before the next one is made
+        loss = {**terms, "total": sum(terms.values())}
+        weight = 1.0 / self.config.parallelism.dp_degree
+        metrics.append({f"loss/{name}": Mean(value, weight) for name, value in loss.items()})
+        return merge_metrics(metrics)
 
     def _update(self, grid: Grid) -> Metrics:
         """One optimizer step."""
@@ -282,30 +320,43 @@ class Trainer(Actor):
             "sync/blocked_seconds": Mean(blocked, 1.0),
         }
 
-    def _forward_backward(self, cell: Microbatch, grid: Grid, loss: LossConfig) -> Metrics:
+    def _forward_backward(
+        self, cell: Microbatch, grid: Grid, loss: LossConfig, shares: GradientShares | None
+    ) -> "Pass":
         """Accumulate the gradient of one microbatch."""
         # Around the backward pass too: activation checkpointing runs the routers again.
         with self.rank.replaying(cell, on=self.config.router_replay):
-            passed = self._forward(cell, grid, loss)
-            self._not_finite.watch(loss, passed.loss, passed.inputs, passed.metrics, cell.names)
-            passed.loss.backward()
-        if self.tokens:
+            passed = self._forward(cell, grid, loss, keep_hidden=shares is not None)
+            self._not_finite.watch(loss, passed.terms, passed.inputs, cell.names)
             predicted = passed.predicted
+            slopes = slopes_of(passed.terms, passed.logprobs)
+            # A cell of padding still runs backward: FSDP's collectives need every rank.
+            predicted.logprobs.backward(slopes.sum(0))
+        if shares and predicted.hidden is not None:
+            shares.add(slopes, predicted.hidden)
+        if self.tokens:
             self.tokens.add(cell, predicted.logprobs, predicted.entropies, passed.output)
-        return passed.metrics
+        return passed
 
-    def _forward(self, cell: Microbatch, grid: Grid, loss: LossConfig) -> "Pass":
+    def _forward(
+        self, cell: Microbatch, grid: Grid, loss: LossConfig, *, keep_hidden: bool = False
+    ) -> "Pass":
         """A microbatch's share of the loss of the batch, and what was measured on the way."""
-        predicted = self.rank.predict(cell)
-        rl = predicted.where(predicted.streams["loss_mask"])
-        echo = predicted.where(~predicted.streams["loss_mask"])
+        predicted = self.rank.predict(cell, keep_hidden=keep_hidden)
+        # Cut off from the model: each term's slopes are asked for before the one backward pass.
+        logprobs = predicted.logprobs.detach().requires_grad_(torch.is_grad_enabled())
+        cut_off = replace(predicted, logprobs=logprobs, hidden=None)
+        rl = cut_off.where(predicted.streams["loss_mask"])
+        echo = cut_off.where(~predicted.streams["loss_mask"])
         inputs = _inputs(rl)
         output = objective(loss, inputs)
         echoed = echo_loss(echo.logprobs, echo.streams.get("echo_alpha"))
-        # A cell of padding still runs backward: FSDP's collectives need every rank.
-        total = predicted.logprobs.sum() * 0.0
-        total = total + output.loss_sum / max(grid.loss_tokens, 1)
-        total = total + echoed.loss_sum / max(grid.echo_tokens, 1)
+        terms = batch_terms(
+            output.terms,
+            echoed.loss_sum,
+            loss_tokens=grid.loss_tokens,
+            echo_tokens=grid.echo_tokens,
+        )
         values = {"entropy": rl.entropies}
         if inputs.generator_logprobs is not None:
             values |= mismatch(inputs)
@@ -313,18 +364,20 @@ class Trainer(Actor):
             values["policy_age"] = self.state.policy_version - versions
         measured = by_task(values, cell.tasks, rl.sequence_ids)
         metrics: Metrics = {**output.metrics, **echoed.metrics, **measured}
-        return Pass(total, metrics, predicted, output, inputs)
+        return Pass(terms, logprobs, metrics, predicted, output, inputs)
 
 
 @dataclass(slots=True)
 class Pass:
     """A forward pass over a microbatch."""
 
-    loss: torch.Tensor
-    """Its share of the loss of the batch."""
+    terms: dict[str, torch.Tensor]
+    """Its share of each term of the loss of the batch."""
+    logprobs: torch.Tensor
+    """[tokens] logprobs that the terms are computed from, cut off from the model."""
     metrics: Metrics
     predicted: "Predicted"
-    output: LossOutput
+    output: Objective
     """Losses and metrics of RL, on the predicted tokens that train by it."""
     inputs: LossInputs
     """What RL's loss was computed from."""

@@ -1,7 +1,6 @@
 """Why a loss or its gradient is NaN or infinite: which values of a microbatch were so first."""
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 
 import torch
@@ -9,7 +8,6 @@ import torch.distributed as dist
 
 from torchtitan_rl.algorithms.policy_loss import LossInputs
 from torchtitan_rl.config.loss import LossConfig
-from torchtitan_rl.core.metrics import Mean, Metrics
 
 WHAT = {
     "logprobs": "the trainer's logprobs",
@@ -28,7 +26,7 @@ class NotFinite:
 
     Example:
         not_finite = NotFinite()
-        not_finite.watch(config, loss, inputs, metrics, names=["sums/train/7/0/0"])
+        not_finite.watch(config, {"policy": loss}, inputs, names=["sums/train/7/0/0"])
         loss.backward()
         not_finite.found  # ["the advantages are not finite in 2 of 9 tokens, ..."]
     """
@@ -39,16 +37,14 @@ class NotFinite:
     def watch(
         self,
         config: LossConfig,
-        loss: torch.Tensor,
+        terms: Mapping[str, torch.Tensor],
         inputs: LossInputs,
-        metrics: Metrics,
         names: Sequence[str],
     ) -> None:
-        """Note what is not finite in a microbatch now, and in its backward pass. `names` are those
-        of its sequences, by `sequence_ids`."""
-        if not loss.isfinite():
-            why = why_not_finite(config, inputs, metrics, names)
-            self.found.append(why or f"the loss of tokens that echo is {loss.item()}")
+        """Note what is not finite in a microbatch now, and in its backward pass. `terms` are the
+        parts of its loss; `names` are those of its sequences, by `sequence_ids`."""
+        if not all(term.isfinite() for term in terms.values()):
+            self.found.append(why_not_finite(config, inputs, terms, names))
             return
 
         def check(gradient: torch.Tensor) -> None:
@@ -73,10 +69,13 @@ class NotFinite:
 
 
 def why_not_finite(
-    config: LossConfig, inputs: LossInputs, metrics: Metrics, names: Sequence[str]
+    config: LossConfig,
+    inputs: LossInputs,
+    terms: Mapping[str, torch.Tensor],
+    names: Sequence[str],
 ) -> str:
     """Where the NaN or infinity of a microbatch's loss comes from: its inputs, else one of its
-    terms; empty if all of these are finite.
+    terms.
 
     Example:
         "the generator's logprobs (generator_logprobs) are not finite in 1 of 120 tokens, the first
@@ -89,7 +88,7 @@ def why_not_finite(
         and values.is_floating_point()
         and (said := bad_values(WHAT[field.name], values, inputs.sequence_ids, names))
     ]
-    return "; ".join(wrong or _terms(config, inputs, metrics))
+    return "; ".join(wrong or _terms(config, inputs, terms))
 
 
 def bad_values(
@@ -107,16 +106,18 @@ def bad_values(
     )
 
 
-def _terms(config: LossConfig, inputs: LossInputs, metrics: Metrics) -> Iterator[str]:
+def _terms(
+    config: LossConfig, inputs: LossInputs, terms: Mapping[str, torch.Tensor]
+) -> Iterator[str]:
     """The terms of the loss that are not finite although all its inputs are."""
-    for term, who in (
-        ("loss/policy", f"loss {config.name!r}"),
-        ("rollout_kl", "rollout_kl"),
-        ("ref_kl", "ref_kl"),
-    ):
-        metric = metrics.get(term)
-        if isinstance(metric, Mean) and not math.isfinite(metric.total):
-            yield f"{who} is {metric.total} although its inputs are finite; {_ratios(inputs)}"
+    for name, term in terms.items():
+        if term.isfinite():
+            continue
+        if name == "echo":
+            yield f"the loss of tokens that echo is {term.item()}"
+            continue
+        who = f"loss {config.name!r}" if name == "policy" else name
+        yield f"{who} is {term.item()} although its inputs are finite; {_ratios(inputs)}"
 
 
 def _ratios(inputs: LossInputs) -> str:

@@ -1,6 +1,7 @@
-"""The complete loss of a microbatch: policy loss, off-policy correction and KL terms."""
+"""What is minimised: policy loss, off-policy correction and KL terms, and Echo beside them."""
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -78,8 +79,27 @@ def episode_needs(config: RunConfig) -> dict[str, str]:
     }
 
 
-def objective(config: LossConfig, inputs: LossInputs) -> LossOutput:
-    """Sum over tokens of all terms of the loss, and the metrics of each term.
+@dataclass(slots=True)
+class Objective:
+    """All terms of the loss for one microbatch, as sums over its tokens."""
+
+    terms: dict[str, torch.Tensor]
+    """The parts of the loss by name, each with its weights and its coefficient: scalars with
+    gradient."""
+    metrics: Metrics = field(default_factory=dict)
+    high: torch.Tensor | None = None
+    """[tokens] whether a token is clipped or left out because a ratio is too high."""
+    low: torch.Tensor | None = None
+    """[tokens] whether a token is clipped or left out because a ratio is too low."""
+
+    @property
+    def loss_sum(self) -> torch.Tensor:
+        """What is minimised: the sum of the terms."""
+        return torch.stack(list(self.terms.values())).sum()
+
+
+def objective(config: LossConfig, inputs: LossInputs) -> Objective:
+    """The terms that RL minimises, policy loss and KL, and the metrics of each.
 
     The KL terms cover every token, also those that a trust region or a correction leaves out.
     """
@@ -87,21 +107,35 @@ def objective(config: LossConfig, inputs: LossInputs) -> LossOutput:
     correction = _correction(config.correction, inputs)
     policy = policy_loss(config, _weighed(inputs, correction))
     metrics: Metrics = dict(correction.metrics) if correction else {}
-    metrics |= {"loss/policy": Mean(policy.loss_sum.item(), tokens), **policy.metrics}
-    loss = policy.loss_sum
+    metrics |= policy.metrics
+    terms = {"policy": policy.loss_sum}
     for name, kl, other in (
         ("rollout_kl", config.rollout_kl, inputs.generator_logprobs),
         ("ref_kl", config.ref_kl, inputs.ref_logprobs),
     ):
         if kl.on:
             values = ESTIMATORS[kl.estimator](inputs.logprobs - required(other, name))
-            loss = loss + kl.coef * inputs.total(values)
+            terms[name] = kl.coef * inputs.total(values)
             metrics[name] = Mean(values.sum().item(), tokens)
-    metrics["loss/total"] = Mean(loss.item(), tokens)
     if correction is None:
-        return LossOutput(loss, metrics, policy.high, policy.low)
+        return Objective(terms, metrics, policy.high, policy.low)
     high, low = _either(correction.high, policy.high), _either(correction.low, policy.low)
-    return LossOutput(loss, metrics, high, low)
+    return Objective(terms, metrics, high, low)
+
+
+def batch_terms(
+    rl: Mapping[str, torch.Tensor], echo: torch.Tensor, *, loss_tokens: int, echo_tokens: int
+) -> dict[str, torch.Tensor]:
+    """A microbatch's share of each term of what is minimised: sums of RL terms and of Echo, divided
+    by the tokens of the whole batch. A term that no token of the batch has is left out.
+
+    Example:
+        >>> rl = {"policy": torch.tensor(6.0)}
+        >>> batch_terms(rl, torch.tensor(2.0), loss_tokens=3, echo_tokens=8)
+        {'policy': tensor(2.), 'echo': tensor(0.2500)}
+    """
+    terms = {name: term / loss_tokens for name, term in rl.items()} if loss_tokens else {}
+    return {**terms, "echo": echo / echo_tokens} if echo_tokens else terms
 
 
 def _correction(config: CorrectionConfig, inputs: LossInputs) -> Corrected | None:

@@ -51,7 +51,8 @@ class EchoConfig:
     user: RoleEcho | None = None
     """Echo what user messages say: the prompt, and what someone answers."""
     assistant: RoleEcho | None = None
-    """Cross-entropy on the model's own samples, in place of RL on them."""
+    """Cross-entropy on the model's own samples, in place of RL on them, and on what the first
+    prompt shows of the assistant."""
     tool: ToolEcho | None = None
     """Echo what tools answer."""
     filter: str = ""

@@ -122,9 +122,15 @@ class LossConfig:
         return own or self.rollout_kl.on or self.correction.on
 
     @property
+    def terms(self) -> tuple[str, ...]:
+        """Names of the terms that RL minimises; Echo may add one of its own."""
+        kl = {"rollout_kl": self.rollout_kl, "ref_kl": self.ref_kl}
+        return "policy", *(name for name, term in kl.items() if term.on)
+
+    @property
     def has_kl(self) -> bool:
         """Whether a KL term is on, which trains every sampled token, whatever its advantage."""
-        return self.rollout_kl.on or self.ref_kl.on
+        return len(self.terms) > 1
 
     def needs(self, *, generator_logprobs: bool | None = None) -> dict[str, str]:
         """Optional fields of an episode that must be there, each with the setting that needs it.

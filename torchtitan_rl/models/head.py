@@ -35,6 +35,10 @@ class LogprobHead(Linear):
 
     chosen: Chosen | None = None
     """Set before the forward pass, since the model passes only hidden states to this module."""
+    keeps_hidden: bool = False
+    """Whether `hidden` and its gradient are kept, for the caller to take."""
+    hidden: torch.Tensor | None = None
+    """[tokens, dim] hidden states that the chosen tokens are predicted from."""
 
     # The argument's name must stay: torchtitan shards it by name.
     def forward(self, input: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -46,8 +50,12 @@ class LogprobHead(Linear):
             weight = weight.to_local()
         if isinstance(hidden, DTensor):
             hidden = hidden.to_local()
+        hidden = hidden.flatten(0, -2).index_select(0, self.chosen.predictors)
+        if self.keeps_hidden and hidden.requires_grad:
+            hidden.retain_grad()
+            self.hidden = hidden
         return chosen_logprobs(
-            hidden.flatten(0, -2).index_select(0, self.chosen.predictors),
+            hidden,
             weight,
             self.chosen.targets,
             self.chosen.temperatures,

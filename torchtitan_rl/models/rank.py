@@ -42,6 +42,9 @@ class Predicted:
     """Streams of the microbatch at these tokens."""
     sequence_ids: torch.Tensor
     """Number of the sequence that each token belongs to."""
+    hidden: torch.Tensor | None = None
+    """[tokens, dim] states that the tokens are predicted from, if they were asked for; after the
+    backward pass with their gradient."""
 
     def where(self, chosen: torch.Tensor) -> "Predicted":
         """The predictions at a selection of the tokens."""
@@ -104,7 +107,7 @@ class ModelRank:
         where, _ = _needed(cell.documents)
         return replay_routing(self.model, cell.streams["routed_experts"][where])
 
-    def predict(self, cell: Microbatch) -> Predicted:
+    def predict(self, cell: Microbatch, *, keep_hidden: bool = False) -> Predicted:
         """A forward pass: logprobs of the tokens that train; token i is predicted at i - 1."""
         row = segments(cell.documents)
         where, documents = _needed(cell.documents)
@@ -118,12 +121,14 @@ class ModelRank:
             values.to(self.device) for values in (predictors, segment_ids(row)[trains])
         )
         self.head.chosen = Chosen(predictors, streams["tokens"], streams["temperature"])
+        self.head.keeps_hidden = keep_hidden
         tokens, places = (
             t[where].unsqueeze(0).to(self.device) for t in (cell.streams["tokens"], positions(row))
         )
         plan = self._attention_plan(segments(documents), places)
         logprobs, entropies = self.model(tokens, places, plan)
-        return Predicted(logprobs, entropies, streams, sequence_ids)
+        hidden, self.head.hidden = self.head.hidden, None
+        return Predicted(logprobs, entropies, streams, sequence_ids, hidden)
 
     def _attention_plan(self, row: list[Segment], places: torch.Tensor) -> Any:
         if device_type() == "cpu":

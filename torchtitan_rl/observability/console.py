@@ -81,7 +81,9 @@ def step_line(step: int, values: Mapping[str, float]) -> str:
         parts.append(f"reward {values['reward/all/mean']:.3f}")
         parts.append(f"accuracy {values['accuracy/all/mean']:4.0%}")
         if "echo_nll/mean" in values:
-            parts.append(f"echo {values['echo_nll/mean']:.2f}")
+            share = values.get("grad_share/echo")
+            of_gradient = "" if share is None else f" ({share:.0%} of the gradient)"
+            parts.append(f"echo {values['echo_nll/mean']:.2f}{of_gradient}")
         for whose, share in bad_calls(values).items():
             parts.append(f"{share:.0%} of tool calls {whose}")
         parts.append(f"{values['tokens_per_second']:5.0f} tok/s")

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchtitan_rl.algorithms.objective import Objective
 from torchtitan_rl.algorithms.policy_loss import LossOutput, ratio_of
 from torchtitan_rl.batching.documents import positions, segments
 from torchtitan_rl.batching.microbatch import Microbatch
@@ -58,7 +59,7 @@ class TokenExport:
         cell: Microbatch,
         logprobs: torch.Tensor,
         entropies: torch.Tensor,
-        output: LossOutput,
+        output: LossOutput | Objective,
     ) -> None:
         """Keep what was computed for a microbatch; padding is left out. Call this on the thread
         that trains."""
@@ -113,7 +114,10 @@ def token_records(cell: Microbatch, known: Columns) -> Iterator[dict[str, Any]]:
 
 
 def cell_columns(
-    cell: Microbatch, logprobs: torch.Tensor, entropies: torch.Tensor, output: LossOutput
+    cell: Microbatch,
+    logprobs: torch.Tensor,
+    entropies: torch.Tensor,
+    output: LossOutput | Objective,
 ) -> Columns:
     """Columns with a value for each token of the row, NaN where there is none. `logprobs` and
     `entropies` cover the tokens that train."""

@@ -7,6 +7,12 @@ const OUTCOMES = {
   raised: "tool raised an error",
   timed_out: "tool timed out",
 };
+const GRADIENT_SHARES = {
+  "grad_share/policy": "policy loss",
+  "grad_share/echo": "Echo",
+  "grad_share/rollout_kl": "rollout KL term",
+  "grad_share/ref_kl": "reference KL term",
+};
 const DIVERGENCES = {
   "mismatch_kl/all/mean": "trainer and generator",
   rollout_kl: "rollout KL term",
@@ -73,6 +79,13 @@ export function defaultCharts(keys, wanted, moves) {
     { id: "length", title: "Completion length", about: "tokens", keys: byTask("completion_tokens") },
     { id: "entropy", title: "Entropy", keys: byTask("entropy") },
     { id: "grad_norm", title: "Gradient norm", keys: known({ "train/grad_norm": "gradient norm" }) },
+    {
+      id: "grad_share",
+      title: "Share of the gradient",
+      about: "by term of the loss",
+      share: true,
+      keys: known(GRADIENT_SHARES),
+    },
     { id: "kl", title: "KL", keys: known(DIVERGENCES) },
     {
       id: "echo",
