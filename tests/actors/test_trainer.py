@@ -79,7 +79,7 @@ async def start_trainer(model, folder, ranks, tensor_parallel=1, backend="torcht
         export_tokens="tokens_folder" in kwargs,
     )
     return await spawn_trainer(
-        config, model=str(model), steps=10, checkpoint_folder=str(folder), **kwargs
+        config, model=str(model), steps=20, checkpoint_folder=str(folder), **kwargs
     )
 
 
@@ -394,11 +394,6 @@ async def test_the_share_of_echo_is_about_that_of_its_gradient(trainer, scale):
     exact = norms["echo"] / sum(norms.values())
     print(scale, exact, logged["grad_share/echo"])
     assert logged["grad_share/echo"] == pytest.approx(exact, abs=0.15)
-    # A batch without Echo has one term, and nothing to share.
-    grid = make_grid(random_episodes(3, longest=9), dp_degree=1, tokens_per_microbatch=128)
-    only = flatten(per_rank(await trainer.train_step.call(grid))[0])
-    assert not [name for name in only if name.startswith("grad_share")]
-    assert only["loss/total"] == only["loss/policy"]
 
 
 async def test_a_resumed_trainer_goes_on_as_if_it_had_not_stopped(trainer, tiny_model, checkpoints):
@@ -432,6 +427,9 @@ async def test_later_updates_of_a_batch_know_the_policy_it_started_with(trainer)
     # At the first update the ratio is 1 everywhere. Steps this large leave the trust region.
     assert once["loss/masked_high_share"] == once["loss/masked_low_share"] == 0
     assert thrice["loss/masked_high_share"] + thrice["loss/masked_low_share"] > 0
+    # The policy loss is the only term: there is nothing to share.
+    assert once["loss/total"] == once["loss/policy"]
+    assert not [name for name in once if name.startswith("grad_share")]
     assert per_rank(await trainer.publish_weights.call())[0].version == version + 2
 
 

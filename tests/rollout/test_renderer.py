@@ -106,7 +106,10 @@ def test_a_demonstration_in_the_prompt_echoes_word_for_word(renderer):
     config = EchoConfig(assistant=RoleEcho())
     [alphas], _ = turn_alphas(config, [turn])
     prompt = zip(shown.token_ids, alphas, strict=False)
-    assert renderer.tokenizer.decode([token for token, alpha in prompt if alpha]) == "It is 2."
+    echoed = renderer.tokenizer.decode([token for token, alpha in prompt if alpha])
+    # As the model would say it: its end of turn is part of it.
+    assert echoed.endswith("It is 2.<|im_end|>")
+    assert echoed == words(renderer, shown, "assistant")
     assert alphas[len(shown.token_ids) :] == [1.0] * len(turn.token_ids)
 
 

@@ -277,8 +277,8 @@ class Trainer(Actor):
         return GradientShares(terms, dim=self.rank.head.in_features, device=self.rank.device)
 
     def _measured(self, passes: "Iterable[Pass]") -> Metrics:
-        """This rank's part of the metrics of a batch: those of its microbatches, and the terms of
-        the loss. These are divided by all tokens of the batch: what the ranks have adds up."""
+        """Metrics of this rank's microbatches, and its part of the terms of the loss: these are
+        divided by all tokens of the batch, so that what the ranks have adds up."""
         metrics: list[Metrics] = []
         terms: defaultdict[str, float] = defaultdict(float)
         for passed in passes:

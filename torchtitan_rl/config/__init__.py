@@ -64,6 +64,6 @@ __all__ = [
 ]
 
 # Here and not above each class, so that no config can be without it.
-for _config in [globals()[name] for name in __all__]:
-    if is_dataclass(_config):
+for _config in map(globals().get, __all__):
+    if isinstance(_config, type) and is_dataclass(_config):
         checks_numbers(_config)
