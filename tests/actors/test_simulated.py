@@ -7,7 +7,15 @@ from dataclasses import replace
 import pytest
 
 from tests.support import low_tokens
-from torchtitan_rl.config import EngineConfig, GeneratorConfig, SamplingConfig, TrainerConfig
+from torchtitan_rl.config import (
+    AdvantageConfig,
+    EngineConfig,
+    GeneratorConfig,
+    KLConfig,
+    LossConfig,
+    SamplingConfig,
+    TrainerConfig,
+)
 from torchtitan_rl.run.controller import Controller
 from torchtitan_rl.supervision.calls import WorkerDiedError, call_with_deadline
 from torchtitan_rl.supervision.spawn import spawn_generator
@@ -67,14 +75,22 @@ def test_what_cannot_be_is_refused(config, kwargs, message):
         config(backend="simulated", kwargs=kwargs)
 
 
+def no_signal(group):
+    return [0.0] * len(group)
+
+
 async def test_declared_failures_cost_groups_and_never_the_run(tmp_path, tiny_model):
+    """With a KL term, groups train though their advantages are all 0."""
     ahead = 2
     config = config_for(
         tmp_path,
         tiny_model,
         generator={"kwargs": {"seconds_per_token": 0.001, "failure_rate": 0.2}},
         max_offpolicy_steps=ahead,
+        advantage=AdvantageConfig(name=f"{__name__}:no_signal"),
     )
+    loss = LossConfig(rollout_kl=KLConfig(coef=0.1))
+    config = replace(config, trainer=replace(config.trainer, loss=loss))
     rows = await run(config, 5)
     assert all(row["episodes"] == 32 for row in rows)
     assert 1 <= max(row["policy_age/all/max"] for row in rows) <= ahead
