@@ -152,6 +152,7 @@ class SyntheticRun:
             row[f"tool_calls/{outcome}/all/mean"] = mean * (1 + 0.2 * self.random.random())
         row["train/grad_norm"] = 0.2 + 0.1 * self.random.random()
         row["echo_nll/mean"] = 4 - step / 30
+        row |= {"grad_share/policy": 0.7, "grad_share/echo": 0.3}
         row["entropy/all/mean"] = 2 * math.exp(-step / 20)
         row["mismatch_kl/all/mean"] = math.nan if step == 1 else 1e-4 * self.random.random()
         with (self.folder / "metrics.jsonl").open("a") as file:

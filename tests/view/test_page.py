@@ -85,7 +85,9 @@ def test_curves_are_drawn_and_a_chart_can_be_removed_and_added(opened):
     page = opened.go("overview")
     only(opened)
     titles = ["Reward", "Accuracy", "Seconds of a step", "Truncated at max_tokens"]
-    titles += ["Completion length", "Entropy", "Gradient norm", "KL", "Echo", "Tool calls"]
+    titles += ["Completion length", "Entropy", "Gradient norm"]
+    titles += ["Share of the gradient", "KL", "Echo", "Tool calls"]
+    page.wait_for("[data-title='Seconds of a step']", 1)  # that of one run alone
     page.wait_for(".chart", len(titles))
     by_order = "+getComputedStyle(e).order"
     placed = dict(zip(page.each(".chart", by_order), page.each(".chart", TITLE), strict=True))
@@ -156,7 +158,7 @@ def inked(page: Page, selector: str) -> int:
 
 def test_two_runs_are_overlaid(opened):
     page = opened.go("overview")
-    page.wait_for(".chart", 11)
+    page.wait_for(".chart", 12)
     labels = set(page.each(".chart .u-label"))
     assert page.each("[data-title=Entropy] .u-label") == ["step", "grpo", "maxrl"]
     assert {"grpo", "maxrl", "maxrl · held out"} <= labels
