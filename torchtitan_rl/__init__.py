@@ -16,7 +16,15 @@ if TYPE_CHECKING:
     from torchtitan_rl.config.trainer import TrainerConfig
     from torchtitan_rl.core.errors import TorchtitanRLError
     from torchtitan_rl.core.types import Completion, Episode, Rollout, ScoredCompletion
+    from torchtitan_rl.rollout.episodes import make_episodes
     from torchtitan_rl.run.controller import Controller
+    from torchtitan_rl.supervision.spawn import (
+        spawn_environment,
+        spawn_generator,
+        spawn_grader,
+        spawn_reference,
+        spawn_trainer,
+    )
     from torchtitan_rl.tasks.task import Example, Reward, Task
     from torchtitan_rl.tasks.tools.tool import ArgumentsError, tool
 
@@ -39,6 +47,12 @@ __all__ = [
     "Task",
     "TorchtitanRLError",
     "TrainerConfig",
+    "make_episodes",
+    "spawn_environment",
+    "spawn_generator",
+    "spawn_grader",
+    "spawn_reference",
+    "spawn_trainer",
     "tool",
 ]
 
@@ -59,6 +73,12 @@ _HOMES = {
     "Task": "tasks.task",
     "TorchtitanRLError": "core.errors",
     "TrainerConfig": "config.trainer",
+    "make_episodes": "rollout.episodes",
+    "spawn_environment": "supervision.spawn",
+    "spawn_generator": "supervision.spawn",
+    "spawn_grader": "supervision.spawn",
+    "spawn_reference": "supervision.spawn",
+    "spawn_trainer": "supervision.spawn",
     "tool": "tasks.tools.tool",
 }
 """The module of each public name."""

@@ -15,15 +15,22 @@ from torchtitan_rl.config import RunConfig
 
 OFF = """ Off by default, and only there to be changed from the command line if the recipe has
 switched it on."""
+HEADER = [
+    "| setting | type | default | kept by a resume | meaning |",
+    "| --- | --- | --- | --- | --- |",
+]
 
 
 def configuration() -> str:
-    """Markdown: a heading for each section, an entry for each field."""
+    """Markdown: a heading and a table for each section, a row for each field."""
     for module in pkgutil.iter_modules(tasks.__path__):
         importlib.import_module(f"{tasks.__name__}.{module.name}")
-    lines, fields = ["## The run", ""], list(walk(RunConfig))
+    lines, fields = ["## The run", "", *HEADER], list(walk(RunConfig))
     for field, following in zip(fields, [*fields[1:], None], strict=True):
-        lines += heading(field) if field.section else entry(field)
+        own = following is not None and not following.section
+        lines += heading(field, table=own) if field.section else [row(field)]
+        if field.section or not own:
+            lines += [""]
         if following is None or "." not in following.name:
             lines += variants_of(field.name.partition(".")[0], fields)
     return "\n".join(lines)

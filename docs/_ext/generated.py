@@ -1,40 +1,48 @@
-"""Puts what is generated from the code into the pages that ask for it.
+"""Writes what is made from the code into the pages of docs/: settings, recipes, packages.
 
-A page asks with a line `<!-- generated: configuration -->` (or `layers`, `recipes`).
+python docs/_ext/generated.py    # `make docs` and `make format` do it, too
+
+A page has it between `<!-- generated: configuration -->` (or `layers`, `recipes`) and
+`<!-- end of generated -->`. It is committed, so that a page can be read where nothing is built; a
+test says when it is old.
 """
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 
-from config_fields import UndocumentedError
 from config_page import configuration
 from layers_page import layers
 from recipes_page import recipes
-from sphinx.application import Sphinx
-from sphinx.util import logging
 
-logger = logging.getLogger(__name__)
-
+DOCS = Path(__file__).parents[1]
 GENERATORS: dict[str, Callable[[], str]] = {
     "configuration": configuration,
     "layers": layers,
     "recipes": recipes,
 }
-MARKER = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
+PART = re.compile(
+    r"^<!-- generated: (\w+) -->$.*?^<!-- end of generated -->$", re.MULTILINE | re.DOTALL
+)
 
 
-def setup(app: Sphinx) -> dict[str, bool]:
-    app.connect("source-read", fill)
-    return {"parallel_read_safe": True, "parallel_write_safe": True}
+def filled(page: str) -> str:
+    """The page with its generated parts as the code has them now."""
+
+    def part(found: re.Match[str]) -> str:
+        made = GENERATORS[found[1]]().strip()
+        return f"<!-- generated: {found[1]} -->\n\n{made}\n\n<!-- end of generated -->"
+
+    return PART.sub(part, page)
 
 
-def fill(app: Sphinx, name: str, source: list[str]) -> None:
-    def generated(marker: re.Match[str]) -> str:
-        app.env.note_reread()  # the code may change while the page does not
-        try:
-            return GENERATORS[marker[1]]()
-        except UndocumentedError as error:
-            logger.warning("%s", error, location=name)
-            return ""
+def main() -> None:
+    for path in sorted(DOCS.glob("*.md")):
+        page = path.read_text()
+        if (new := filled(page)) != page:
+            path.write_text(new)
+            print(f"wrote {path.name}")
 
-    source[0] = MARKER.sub(generated, source[0])
+
+if __name__ == "__main__":
+    main()

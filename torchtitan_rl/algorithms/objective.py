@@ -20,7 +20,7 @@ from torchtitan_rl.algorithms.policy_loss import (
 from torchtitan_rl.algorithms.probe import needs_generator_logprobs, try_loss
 from torchtitan_rl.config.correction import CorrectionConfig
 from torchtitan_rl.config.loss import LossConfig
-from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.config.trainer import TrainerConfig
 from torchtitan_rl.core.errors import TorchtitanRLError, describe_error
 from torchtitan_rl.core.metrics import Mean, Metrics
 from torchtitan_rl.core.plugins import check_arguments, resolve
@@ -70,13 +70,10 @@ def loss_needs(config: LossConfig) -> dict[str, str]:
     return config.needs(generator_logprobs=needs_generator_logprobs(partial(policy_loss, config)))
 
 
-def episode_needs(config: RunConfig) -> dict[str, str]:
-    """Optional fields of an episode that a run needs, each with the setting that needs it."""
-    replay = config.trainer.router_replay
-    return {
-        **loss_needs(config.trainer.loss),
-        **({"routed_experts": "trainer.router_replay"} if replay else {}),
-    }
+def episode_needs(config: TrainerConfig) -> dict[str, str]:
+    """Optional fields of an episode that a trainer needs, each with the setting that needs it."""
+    replay = {"routed_experts": "trainer.router_replay"} if config.router_replay else {}
+    return {**loss_needs(config.loss), **replay}
 
 
 @dataclass(slots=True)

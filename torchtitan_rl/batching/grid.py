@@ -9,7 +9,9 @@ from torchtitan_rl.batching.documents import Document
 from torchtitan_rl.batching.microbatch import Microbatch, Piece, microbatch
 from torchtitan_rl.batching.packing import pack, rank_loads
 from torchtitan_rl.batching.prompt_sharing import EpisodeDocument, share_prompts_of
+from torchtitan_rl.batching.reduction import weigh
 from torchtitan_rl.batching.schema import describe, present_fields
+from torchtitan_rl.config.trainer import TrainerConfig
 from torchtitan_rl.core.types import Episode
 
 
@@ -104,6 +106,23 @@ def make_grid(
             for finer in ((1, 2, 4, 8) if dp_degree > 1 else (1,))
         ]
     return _lay_out(episodes, min(candidates, key=lambda candidate: candidate[0])[1])
+
+
+def weighed_grid(
+    episodes: Sequence[Episode], *, config: TrainerConfig, hidden_size: int, fixed_length: int
+) -> Grid:
+    """The grid of an optimizer step as the trainer's config wants it: the episodes weighed by the
+    loss's reduction, and packed for the trainer's ranks.
+
+    `fixed_length` is what the reduction of that name divides by.
+    """
+    return make_grid(
+        weigh(episodes, config.loss.reduction, fixed_length=fixed_length),
+        dp_degree=config.parallelism.dp_degree,
+        tokens_per_microbatch=config.tokens_per_microbatch,
+        share_prompts=config.share_prompts,
+        hidden_size=hidden_size,
+    )
 
 
 def _check_lengths(episodes: Sequence[Episode], tokens_per_microbatch: int) -> None:

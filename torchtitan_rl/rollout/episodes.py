@@ -14,7 +14,7 @@ from torchtitan_rl.algorithms.advantage import group_advantages
 from torchtitan_rl.algorithms.echo import call_filter
 from torchtitan_rl.config.advantage import AdvantageConfig
 from torchtitan_rl.config.echo import EchoConfig
-from torchtitan_rl.core.types import Episode, Rollout
+from torchtitan_rl.core.types import Episode, Rollout, ScoredCompletion, Turn
 from torchtitan_rl.rollout.groups import ScoredGroup
 from torchtitan_rl.rollout.record import RolloutRecord, lost_records, rollout_of
 from torchtitan_rl.rollout.sequences import TokenSequence, merge_turns, turn_alphas
@@ -89,6 +89,45 @@ def make_batch(records: Sequence[RolloutRecord], *, keep_zero_advantages: bool =
                 temperature=record.temperature,
             )
     return _level(batch)
+
+
+def make_episodes(
+    groups: Iterable[Sequence[ScoredCompletion]],
+    advantage: AdvantageConfig | None = None,
+    *,
+    task: str = "task",
+    name: str = "group",
+    temperature: float = 1.0,
+) -> list[Episode]:
+    """The episodes of scored groups, one group for each prompt: for scripts and notebooks that have
+    no run. As in a run, a group whose advantages are all 0 is left out.
+
+    `temperature` is the one that was sampled with; groups get the ids `<name> 0`, `<name> 1`, ...
+
+    Example:
+        Rewards 1 and 0 of one prompt, 0 and 0 of another: two episodes of "group 0", with the
+        advantages 0.5 and -0.5.
+    """
+    episodes: list[Episode] = []
+    for number, group in enumerate(groups):
+        group_id = f"{name} {number}"
+        advantages = group_advantages(advantage or AdvantageConfig(), group, group_id)
+        if not any(advantages):
+            continue
+        for sample, (scored, value) in enumerate(zip(group, advantages, strict=True)):
+            said = scored.completion
+            episodes += to_episodes(
+                merge_turns(said.turns if isinstance(said, Rollout) else [Turn(said)]),
+                rl=True,
+                name=f"{group_id}/{sample}",
+                policy_version=said.policy_version,
+                reward=scored.reward,
+                advantage=value,
+                task=task,
+                group_id=group_id,
+                temperature=temperature,
+            )
+    return episodes
 
 
 def echoing_sequences(echo: EchoConfig | None, rollout: Rollout) -> tuple[list[TokenSequence], int]:

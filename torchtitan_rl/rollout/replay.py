@@ -82,7 +82,7 @@ class RolloutReplay:
         kl = self._config.trainer.loss.has_kl
         episodes = make_batch(self.records(0), keep_zero_advantages=kl).episodes
         validate(episodes, vocab_size=self._vocab_size, experts=self._experts)
-        needs = episode_needs(self._config)
+        needs = episode_needs(self._config.trainer)
         needs.pop("ref_logprobs", None)  # of the reference, which this run asks itself
         require(episodes, needs)
 

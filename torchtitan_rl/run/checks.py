@@ -40,14 +40,14 @@ def checked_model(config: RunConfig) -> dict[str, Any]:
         check_parallelism(hf_config, tensor_parallel=degree, who=who)
     if config.generator.engine.return_routed_experts:
         own = "generator.engine.return_routed_experts"
-        check_experts(hf_config, setting=episode_needs(config).get("routed_experts", own))
+        check_experts(hf_config, setting=episode_needs(config.trainer).get("routed_experts", own))
     return hf_config
 
 
 def resolved(config: RunConfig) -> RunConfig:
     """The config with everything switched on that a part of it needs; `notices` says so."""
     sampling, engine = config.generator.sampling, config.generator.engine
-    needs = episode_needs(config)
+    needs = episode_needs(config.trainer)
     if "token_logprobs" in needs:
         sampling = replace(sampling, logprobs=True)
     if "routed_experts" in needs:
@@ -57,7 +57,8 @@ def resolved(config: RunConfig) -> RunConfig:
 
 def notices(config: RunConfig) -> list[str]:
     """What the user should know about these settings before the run starts."""
-    found, needs, loss = config.trainer.loss.notices(), episode_needs(config), config.trainer.loss
+    loss, needs = config.trainer.loss, episode_needs(config.trainer)
+    found = loss.notices()
     if config.rollout.train_from:
         return [
             *found,

@@ -26,9 +26,8 @@ from typing import TypeAlias, TypeVar
 
 from torchtitan_rl.actors.interfaces import EnvironmentRequest, EnvironmentResponse
 from torchtitan_rl.algorithms.objective import episode_needs
-from torchtitan_rl.batching.grid import Grid, grid_metrics, make_grid, split_groups
+from torchtitan_rl.batching.grid import grid_metrics, make_grid, split_groups, weighed_grid
 from torchtitan_rl.batching.overlong import limit_length
-from torchtitan_rl.batching.reduction import weigh
 from torchtitan_rl.batching.validation import require, validate
 from torchtitan_rl.config.resume import fixed_settings
 from torchtitan_rl.config.run import RunConfig
@@ -93,7 +92,7 @@ class Controller:
             raise ValueError("run_name is empty: name the folder of the run under output_dir")
         check_machine(config)
         hf_config = checked_model(config)
-        self.needs = episode_needs(config)
+        self.needs = episode_needs(config.trainer)
         self.vocab_size: int = hf_config["vocab_size"]
         self.experts = experts_of(hf_config)
         self.make_grid = partial(
@@ -111,6 +110,12 @@ class Controller:
         self.longest = max(
             config.most_sampled_tokens(task.config, interactive=task.interactive)
             for task in self.tasks.values()
+        )
+        self.weighed_grid = partial(
+            weighed_grid,
+            config=config.trainer,
+            hidden_size=hf_config["hidden_size"],
+            fixed_length=self.longest,
         )
         self.renderer = ChatRenderer(model_folder(config), thinking=config.rollout.thinking)
         for task in self.tasks.values():
@@ -325,11 +330,6 @@ class Controller:
             episodes = await interruptible(self.interrupted, self.add_ref_logprobs(episodes))
         require(episodes, self.needs)
         return episodes
-
-    def weighed_grid(self, episodes: list[Episode]) -> Grid:
-        config = self.config.trainer
-        weighed = weigh(episodes, config.loss.reduction, fixed_length=self.longest)
-        return self.make_grid(weighed, dp_degree=config.parallelism.dp_degree)
 
     async def add_ref_logprobs(self, episodes: list[Episode]) -> list[Episode]:
         """The episodes with the logprobs of their tokens under the frozen reference model."""

@@ -29,9 +29,11 @@ from torchtitan_rl.supervision.processes import (
     spawn,
     start_monarch,
 )
+from torchtitan_rl.supervision.spawned_trainer import SpawnedTrainer
 
 __all__ = [
     "Spawned",
+    "SpawnedTrainer",
     "adopt_orphans",
     "end_all_processes",
     "per_rank",
@@ -93,7 +95,7 @@ async def spawn_trainer(
     *,
     model: str,
     steps: int,
-    checkpoint_folder: str,
+    checkpoint_folder: str = "checkpoints",
     tokens_folder: str = "tokens",
     weights_folder: str = "weights",
     keep: int = 2,
@@ -101,8 +103,9 @@ async def spawn_trainer(
     resume: bool = False,
     placement: Placement | None = None,
     log_file: str | None = None,
-) -> Spawned:
-    """A trainer that has loaded its weights: from its latest checkpoint or from `model`."""
+) -> SpawnedTrainer:
+    """A trainer that has loaded its weights: from its latest checkpoint or from `model`. The
+    learning rate is laid out for `steps`."""
     placement = placement or Placement(config.parallelism.world_size)
     threads = config.threads or max(1, (os.cpu_count() or 1) // placement.processes)
     trainer = await spawn(
@@ -121,7 +124,15 @@ async def spawn_trainer(
         distributed=True,
         log_file=log_file,
     )
-    return await _ready(trainer, trainer.actor.setup.call(resume=resume))
+    await _ready(trainer, trainer.actor.setup.call(resume=resume))
+    return SpawnedTrainer(
+        actor=trainer.actor,
+        procs=trainer.procs,
+        processes=trainer.processes,
+        host=trainer.host,
+        config=config,
+        model=str(model),
+    )
 
 
 async def spawn_reference(
