@@ -8,9 +8,9 @@ sys.path[:0] = [str(HERE / "_ext"), str(HERE.parent)]
 
 project = "torchtitan_rl"
 html_title = project
-extensions = ["myst_parser", "mathml", "generated"]
+extensions = ["myst_parser", "mathml"]
 source_suffix = {".md": "markdown"}
-myst_enable_extensions = ["attrs_inline", "deflist", "dollarmath"]
+myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 html_theme = "furo"
 html_math_renderer = "mathml"

@@ -22,24 +22,25 @@ HEADER = [
 
 
 def configuration() -> str:
-    """Markdown: a heading and a table for each section, a row for each field."""
+    """Markdown: a heading for each section, and a table with a row for each of its fields."""
     for module in pkgutil.iter_modules(tasks.__path__):
         importlib.import_module(f"{tasks.__name__}.{module.name}")
-    lines, fields = ["## The run", "", *HEADER], list(walk(RunConfig))
-    for field, following in zip(fields, [*fields[1:], None], strict=True):
-        own = following is not None and not following.section
-        lines += heading(field, table=own) if field.section else [row(field)]
-        if field.section or not own:
-            lines += [""]
-        if following is None or "." not in following.name:
-            lines += variants_of(field.name.partition(".")[0], fields)
+    fields = list(walk(RunConfig))
+    parts = [field for field in fields if field.section and "." not in field.name]
+    lines = ["## The run", "", *table([f for f in fields if not f.section and "." not in f.name])]
+    for part in parts:
+        inside = [part, *(field for field in fields if field.name.startswith(f"{part.name}."))]
+        for section in (field for field in inside if field.section):
+            own = [f for f in inside if not f.section and f.name.rpartition(".")[0] == section.name]
+            lines += [*heading(section), *table(own)]
+        lines += variants_of(part)
     return "\n".join(lines)
 
 
-def variants_of(name: str, fields: list[Field]) -> list[str]:
-    """What may stand in the place of a whole part of the config, behind all that is said of it."""
-    [part] = [field for field in fields if field.name == name]
-    found = variants(part.section) if part.section else []
+def variants_of(part: Field) -> list[str]:
+    """What may stand in the place of a whole part of the config."""
+    assert part.section is not None
+    found = variants(part.section)
     concrete = [cls for cls in found if not inspect.isabstract(getattr(cls, "_owner", None))]
     return [line for cls in concrete for line in variant(part, cls)]
 
@@ -47,7 +48,7 @@ def variants_of(name: str, fields: list[Field]) -> list[str]:
 def heading(field: Field) -> list[str]:
     level = "##" if "." not in field.name else "###"
     off = [OFF] if field.default is None else []
-    return [f"({anchor(field.name)})=", f"{level} `{field.name}`", "", text(field.doc, *off), ""]
+    return [f"{level} `{field.name}`", "", text(field.doc, *off), ""]
 
 
 def variant(field: Field, cls: type) -> list[str]:
@@ -55,26 +56,24 @@ def variant(field: Field, cls: type) -> list[str]:
     assert field.section is not None
     own = cls.__qualname__.removesuffix(".Config")
     known = {known.name: known.default for known in walk(field.section, f"{field.name}.")}
-    lines = [f"({anchor(field.name)}-{own.lower()})=", f"### `{field.name}`: {own}", ""]
-    lines += [text(section_doc(cls)), ""]
+    lines = [f"### `{field.name}`: {own}", "", text(section_doc(cls)), ""]
     lines += [f"`{cls.__module__}.{cls.__qualname__}`: all of the above, and", ""]
-    for one in walk(cls, f"{field.name}.", fixed=field.fixed):
-        if one.name not in known or (not one.section and one.default != known[one.name]):
-            lines += entry(one, own.lower())
-    return lines
+    added = [
+        one
+        for one in walk(cls, f"{field.name}.", fixed=field.fixed)
+        if one.name not in known or (not one.section and one.default != known[one.name])
+    ]
+    return [*lines, *table(added)]
 
 
-def entry(field: Field, variant: str = "") -> list[str]:
-    default = "no default" if field.default is MISSING else f"default {shown(field.default)}"
-    target = f"{{#{anchor(field.name)}{f'-{variant}' if variant else ''}}}"
-    kept = ", kept by a resume" if field.fixed else ""
-    what = f"`{field.name}`{target} *{type_name(field.type)}*, {default}{kept}"
-    return [what, f": {text(field.doc)}", ""]
+def table(fields: list[Field]) -> list[str]:
+    return [*HEADER, *map(row, fields), ""] if fields else []
 
 
-def anchor(name: str) -> str:
-    """Anchor of a field on the page, as in `configuration.html#trainer-loss-name`."""
-    return name.replace(".", "-")
+def row(field: Field) -> str:
+    default = "required" if field.default is MISSING else shown(field.default)
+    cells = (f"`{field.name}`", type_name(field.type), default, "yes" if field.fixed else "")
+    return f"| {' | '.join(cells)} | {text(field.doc)} |"
 
 
 def shown(value: Any) -> str:
@@ -98,13 +97,15 @@ def type_name(hint: Any) -> str:
         return " or ".join(map(type_name, typing.get_args(hint)))
     if isinstance(hint, type) and not typing.get_args(hint):
         return hint.__qualname__
-    return re.sub(r"\b(\w+\.)+(?=\w)", "", str(hint)).replace("[", "\\[")
+    return re.sub(r"\b(\w+\.)+(?=\w)", "", str(hint)).replace("[", "\\[").replace(" | ", " or ")
 
 
 def text(*parts: str) -> str:
-    """A docstring as Markdown: what is not code is taken literally."""
+    """A docstring as Markdown, also for a cell of a table: what is not code is taken literally."""
     pieces = re.split(r"(`[^`]*`)", " ".join("".join(parts).split()))
     return "".join(
-        piece if piece.startswith("`") else re.sub(r"([<*_$\[|])", r"\\\1", piece)
+        piece.replace("|", "\\|")
+        if piece.startswith("`")
+        else re.sub(r"([<*_$\[|])", r"\\\1", piece)
         for piece in pieces
     )

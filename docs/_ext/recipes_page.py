@@ -34,7 +34,7 @@ def recipes() -> str:
     seen: dict[str, Settings] = {}
     for name, config in built.items():
         settings = flat(config)
-        lines += [f"## `{name}`", "", text(first_line(found[name])), ""]
+        lines += [f"### `{name}`", "", text(first_line(found[name])), ""]
         lines += differences(settings, seen)
         seen[name] = settings
     return "\n".join(lines)
