@@ -34,6 +34,7 @@ test: install ## Lint, format check, type check, tests and docs: make test ARGS=
 	wait $$types || { echo "error: mypy has found something, see above"; exit 1; }; exit $$tests
 
 docs: install ## Build the pages of docs/; warnings are errors, as in `make test`.
+	@$(PY) docs/_ext/generated.py
 	@$(PY) -m sphinx -q -W --keep-going -n -b html docs outputs/docs
 	@echo "open $(CURDIR)/outputs/docs/index.html"
 
@@ -43,9 +44,10 @@ bench: install ## Run every benchmark.
 integration: install ## Run the integration suite on the CPU; results go to outputs/integration.
 	@exec $(PY) integration_tests.py outputs/integration --test_suite cpu --test_name all --ngpu 0 $(ARGS)
 
-format: install ## Sort imports, fix what ruff can fix, format.
+format: install ## Sort imports, fix what ruff can fix, format; write what docs/ has from the code.
 	@$(PY) -m ruff check --fix .
 	@$(PY) -m ruff format .
+	@$(PY) docs/_ext/generated.py
 
 clean: ## Remove caches; keeps outputs and .venv.
 	@find . \( -path ./.venv -o -path ./outputs -o -path ./.git \) -prune -o -type d -name __pycache__ -exec rm -rf {} +

@@ -15,12 +15,13 @@ import torch
 
 from tests.pages import BLOCKS, PAGES, ROOT, TEXT, block, command, run_block
 from tests.support import ONE_THREAD
+from torchtitan_rl.algorithms.advantage import check_advantage, group_advantages
 from torchtitan_rl.algorithms.objective import objective
 from torchtitan_rl.algorithms.policy_loss import LossInputs
 from torchtitan_rl.cli.train import parse
-from torchtitan_rl.config import LossConfig, WarmStartConfig
+from torchtitan_rl.config import AdvantageConfig, LossConfig, WarmStartConfig
 from torchtitan_rl.core.columns import COLUMNS
-from torchtitan_rl.core.types import Completion, Rollout
+from torchtitan_rl.core.types import Completion, Rollout, ScoredCompletion
 from torchtitan_rl.observability.sinks import read_metrics
 from torchtitan_rl.recipes import registry as recipes
 from torchtitan_rl.run.launch import check
@@ -76,6 +77,72 @@ def test_the_loss_of_ones_own_is_taken(tmp_path, monkeypatch):
         sequence_ids=torch.tensor([0, 1]),
     )
     assert objective(config, inputs).loss_sum.item() == pytest.approx(1 + 2 * math.e)
+
+
+def test_the_advantage_of_ones_own_is_taken(tmp_path, monkeypatch):
+    (tmp_path / "my_advantages.py").write_text(block("my_advantages.py"))
+    monkeypatch.syspath_prepend(tmp_path)
+    config = AdvantageConfig(name="my_advantages:above_best", kwargs={"margin": 0.1})
+    check_advantage(config)
+    said = Completion(0, 0, [1], "", [2])
+
+    def advantages(*rewards: float) -> list[float]:
+        group = [ScoredCompletion(said, reward, correct=False) for reward in rewards]
+        return group_advantages(config, group, "group")
+
+    assert advantages(1.0, 0.95, 0.2) == [1.0, 1.0, -1.0]
+    assert advantages(1.0, 0.95) == [0.0, 0.0]
+    assert advantages(0.3) == [0.0]
+
+
+def test_a_recipe_builds_on_a_built_in_one_in_a_folder_of_its_own(tmp_path):
+    """As the page says: no clone, no module `config_registry` but one's own."""
+
+    def list_recipes() -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "torchtitan_rl", "list"]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+
+    built_in = list_recipes().stdout
+    assert [line.split()[0] for line in built_in.splitlines()] == list(RECIPES)
+    (tmp_path / "config_registry.py").write_text(block("built_on.py"))
+    lines = [line.split(maxsplit=1) for line in list_recipes().stdout.splitlines()]
+    assert [name for name, _ in lines] == [*RECIPES, "three_numbers_tiny"]
+    assert lines[-1][1] == "Sums of the digits of three numbers."
+    made: dict = {}
+    exec(block("built_on.py"), made)
+    config = made["three_numbers_tiny"]()
+    example = config.task.build(seed=0).train_example(0)
+    assert len(example.messages[0]["content"].split()) == 3
+    assert (config.generator.sampling.n, config.generator.sampling.max_tokens) == (8, 36)
+    renamed = block("built_on.py").replace("three_numbers_tiny", "grpo_jsonl")
+    (tmp_path / "config_registry.py").write_text(renamed)
+    clash = list_recipes()
+    assert clash.returncode == 2
+    said = f"'grpo_jsonl' of {tmp_path / 'config_registry.py'} has the name of a built-in recipe"
+    assert said in clash.stderr
+
+
+def test_the_task_that_answers_can_be_played(tmp_path, monkeypatch):
+    (tmp_path / "number_guessing.py").write_text(block("number_guessing.py"))
+    monkeypatch.syspath_prepend(tmp_path)
+    from number_guessing import NumberGuessing  # type: ignore[import-not-found]
+
+    task = NumberGuessing.Config().build(seed=0)
+    assert task.interactive
+    example = task.train_example(1)
+    secret, state = example.expected_answer, dict(example.state)
+    heldout = {e.expected_answer for e in task.heldout_examples(200)}
+    assert 5 < len(heldout) < 40
+    assert secret not in heldout
+    said = [str(secret + 1), str(secret - 1), "what?", str(secret)]
+    answers = [task.answer([{"role": "assistant", "content": s}], state) for s in said]
+    contents = [answer[0]["content"] for answer in answers[:3]]
+    assert contents == ["lower", "higher", "a number, please"]
+    assert (answers[3], state["right"]) == ([], True)
+    turns = [Completion(0, 0, [1], s, [2]) for s in said]
+    rollouts = [Rollout(turns, [], "finished", state), Rollout(turns[:1], [], "finished", {})]
+    rewards = task.reward(rollouts, secret)
+    assert [(r.value, r.correct) for r in rewards] == [(0.25, True), (0.0, False)]
 
 
 def test_the_task_with_a_tool_can_be_played(tmp_path, monkeypatch):

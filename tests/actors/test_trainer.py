@@ -9,7 +9,6 @@ import random
 import re
 import shutil
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -36,10 +35,13 @@ from torchtitan_rl.config import (
 )
 from torchtitan_rl.core.errors import noting
 from torchtitan_rl.core.metrics import flatten, merge_metrics
+from torchtitan_rl.core.types import ScoredCompletion
 from torchtitan_rl.models.makers.tiny import write_tiny_model
 from torchtitan_rl.observability.json_lines import read_lines
+from torchtitan_rl.rollout.episodes import make_episodes
 from torchtitan_rl.run.launch import describe
 from torchtitan_rl.supervision.spawn import (
+    SpawnedTrainer,
     per_rank,
     spawn_generator,
     spawn_reference,
@@ -458,7 +460,7 @@ async def test_every_rank_exports_the_tokens_it_trained(trainers, tokens_folder)
         assert {m for r in records.values() for m in r["masked"]} == {-1, 0, 1}
 
 
-async def test_swapped_weights_serve_the_trainers_policy(two_ranks, tmp_path):
+async def test_swapped_weights_serve_the_trainers_policy(two_ranks, tiny_model, tmp_path):
     """Two different weight sets in a row: a stale lm_head or prefix cache shows on the second."""
     other = write_tiny_model(tmp_path / "other", seed=1)
     config = VLLMGenerator.Config(
@@ -467,25 +469,27 @@ async def test_swapped_weights_serve_the_trainers_policy(two_ranks, tmp_path):
         threads=1,
     )
     generator = await spawn_generator(config, model=str(other), seed=0)
-    prompts, trainer = [list(range(k, k + 50)) for k in range(4)], SimpleNamespace(actor=two_ranks)
-    grid = make_grid(random_episodes(8, longest=20), dp_degree=2, tokens_per_microbatch=4096)
-    seen = []
+    ranks = Trainer.Config(parallelism=Parallelism(data_parallel_shard_degree=2))
+    trainer = SpawnedTrainer(
+        actor=two_ranks, procs=None, processes=[], config=ranks, model=str(tiny_model)
+    )
+    prompts, seen = [list(range(k, k + 50)) for k in range(4)], []
     for _ in range(3):
         handle = (await run_block("weights", trainer=trainer, generator=generator))["handle"]
         completions = await generator.actor.generate.call_one(prompts, group_ids=list("abcd"))
         assert {c.policy_version for c in completions} == {handle.version}
-        for c in completions:
-            e = episode(
-                prompt_token_ids=c.prompt_token_ids,
-                token_ids=c.token_ids,
-                token_logprobs=c.token_logprobs,
-                temperature=0.8,
-            )
-            trained = per_rank(await two_ranks.logprobs.call(single(e)))[0]
-            theirs = torch.tensor(c.token_logprobs)
-            assert (trained[-len(theirs) :] - theirs).abs().max() <= 1e-4
+        scored = [
+            ScoredCompletion(c, reward=i % 2, correct=False) for i, c in enumerate(completions)
+        ]
+        groups = [scored[first : first + 4] for first in range(0, 16, 4)]
+        episodes = make_episodes(groups, temperature=0.8)
+        for ours, c in zip(await trainer.logprobs(episodes), completions, strict=True):
+            assert ours == pytest.approx(c.token_logprobs, abs=1e-4)
         seen.append([c.token_logprobs for c in completions])
-        await two_ranks.train_step.call(grid)
+        step = await run_block(
+            "notebook step", trainer=trainer, generator=generator, scored=scored[:4]
+        )
+        assert step["metrics"]["train/tokens"] == sum(e.length for e in step["episodes"])
     assert seen[0] != seen[1] != seen[2]
     await generator.stop()
 

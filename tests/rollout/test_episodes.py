@@ -21,9 +21,9 @@ from torchtitan_rl.config import (
     ToolEcho,
     TrainerConfig,
 )
-from torchtitan_rl.core.types import Rollout
+from torchtitan_rl.core.types import Completion, Rollout, ScoredCompletion
 from torchtitan_rl.rollout.batch_filter import BatchFilter, trial_episodes
-from torchtitan_rl.rollout.episodes import annotate, has_signal, make_batch
+from torchtitan_rl.rollout.episodes import annotate, has_signal, make_batch, make_episodes
 from torchtitan_rl.run.controller import Controller
 
 ECHO_TOOLS = EchoConfig(tool=ToolEcho(alpha=0.5))
@@ -279,3 +279,28 @@ def test_a_batch_filter_is_checked_before_anything_starts():
         BatchFilter(BatchFilterConfig(name=f"{__name__}:aimless"))
     with pytest.raises(ValueError, match=r"cannot take kwargs.*it takes least"):
         BatchFilter(BatchFilterConfig(name=f"{__name__}:only_good", kwargs={"most": 1.0}))
+
+
+@pytest.mark.parametrize("rewards", [[1.0, 0.0], [0.0, 0.0]])
+def test_scored_groups_make_the_episodes_that_a_run_makes_of_them(rewards):
+    made = group(TWO_TURNS, ONE_TURN, rewards=rewards)
+    [*theirs] = batch(made).episodes
+    [*ours] = make_episodes([made.scored], task="low_tokens", temperature=0.7)
+    assert len(ours) == (2 if any(rewards) else 0)
+    for e, other in zip(ours, theirs, strict=True):
+        assert e.group_id == "group 0"
+        same = replace(e, group_id=other.group_id, name=other.name)
+        assert repr(same) == repr(other)  # which shows every column; NaN equals nothing
+
+
+def test_completions_of_a_notebook_make_episodes_too():
+    said = [Completion(3, 0, [1, 2], "a", [3], token_logprobs=[-0.5]) for _ in range(2)]
+    scored = [ScoredCompletion(c, r, correct=False) for c, r in zip(said, (2.0, 1.0), strict=True)]
+    none = [ScoredCompletion(said[0], 1.0, correct=False)]
+    episodes = make_episodes([none, scored], AdvantageConfig(name="rloo"), name="step 3")
+    assert [(e.group_id, e.advantage, e.reward) for e in episodes] == [
+        ("step 3 1", 1.0, 2.0),
+        ("step 3 1", -1.0, 1.0),
+    ]
+    assert episodes[0].token_logprobs == [-0.5]
+    validate(episodes, vocab_size=100, version=3)

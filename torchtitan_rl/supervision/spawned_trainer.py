@@ -11,7 +11,7 @@ from torchtitan_rl.core.metrics import flatten, merge_metrics
 from torchtitan_rl.core.types import Episode
 from torchtitan_rl.models.hf import experts_of, read_hf_config
 from torchtitan_rl.supervision.processes import Spawned, per_rank
-from torchtitan_rl.weight_sync.handle import WeightHandle, merge_handles
+from torchtitan_rl.weight_sync.handle import Transport, WeightHandle, merge_handles
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,10 +47,10 @@ class SpawnedTrainer(Spawned):
         ]
         return [values.tolist() for values in grid.read_back(columns)]
 
-    async def publish(self) -> WeightHandle:
-        """Take a snapshot of the weights through shared memory, for `pull_weights` of a
-        generator."""
-        return merge_handles(per_rank(await self.actor.publish_weights.call()))
+    async def publish(self, transport: Transport = "shm") -> WeightHandle:
+        """Take a snapshot of the weights, for `pull_weights` of a generator; it stays readable
+        until the next but one."""
+        return merge_handles(per_rank(await self.actor.publish_weights.call(transport=transport)))
 
     def _check(self, episodes: Sequence[Episode]) -> None:
         hf_config = read_hf_config(self.model)
