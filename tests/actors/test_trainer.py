@@ -478,9 +478,7 @@ async def test_swapped_weights_serve_the_trainers_policy(two_ranks, tiny_model, 
         handle = (await run_block("weights", trainer=trainer, generator=generator))["handle"]
         completions = await generator.actor.generate.call_one(prompts, group_ids=list("abcd"))
         assert {c.policy_version for c in completions} == {handle.version}
-        scored = [
-            ScoredCompletion(c, reward=i % 2, correct=False) for i, c in enumerate(completions)
-        ]
+        scored = [ScoredCompletion(c, n % 2, correct=False) for n, c in enumerate(completions)]
         groups = [scored[first : first + 4] for first in range(0, 16, 4)]
         episodes = make_episodes(groups, temperature=0.8)
         for ours, c in zip(await trainer.logprobs(episodes), completions, strict=True):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -71,6 +72,11 @@ class Gate(Linear):
 class ExpertsAdapter(Qwen3StateDictAdapter):
     """State-dict adapter that knows experts replicated over a dimension (HSDP), which torchtitan
     0.3's does not."""
+
+    def __init__(self, model_config: Any, hf_assets_path: str | None) -> None:
+        # It only reads an index there, and warns if weights are in one file and have none.
+        index = Path(hf_assets_path or "") / "model.safetensors.index.json"
+        super().__init__(model_config, hf_assets_path if index.is_file() else None)
 
     def _caculate_indices_from_placements(
         self, dim: int, dim_size: int, dtensor_placements: tuple, device_mesh: DeviceMesh

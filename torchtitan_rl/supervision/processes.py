@@ -6,6 +6,7 @@ One mesh of processes per actor, so that a death takes nobody else along.
 import asyncio
 import contextlib
 import ctypes
+import functools
 import os
 import signal
 import socket
@@ -51,6 +52,8 @@ class Spawned:
     """Which machine they are on."""
     temporary: Janitor | None = None
     """Remover of their temporary files, if these have a folder of their own."""
+    log_file: str = ""
+    """Where they print to."""
 
     @property
     def alive(self) -> bool:
@@ -126,11 +129,14 @@ async def spawn(
 
     With `distributed`, they also get the environment that `init_process_group` reads. With
     `own_temporary_folder`, their temporary files are removed when they have ended, however they
-    end. Without a `log_file` they print to this process's console.
+    end. What they print goes to `log_file`; without one, to a temporary file, `Spawned.log_file`,
+    that is there until this process ends.
     """
     outlive_workers()
     name = actor_class.__name__.lower()
-    env = {**env, "PYTHONPATH": _python_path(), LOG_VARIABLE: log_file or ""}
+    log_file = log_file or _temporary_log(name)
+    start_monarch(log_file)
+    env = {**env, "PYTHONPATH": _python_path(), LOG_VARIABLE: log_file}
     env[PARENT_VARIABLE] = str(os.getpid())
     temporary = None  # if this fails, the folder is removed with the object
     if own_temporary_folder:
@@ -146,7 +152,7 @@ async def spawn(
         infos = per_rank(await procs.spawn("process_info", ProcessInfo).get.call())
         actor = procs.spawn(name, actor_class, *args, **kwargs)
         pids, host = [psutil.Process(pid) for pid, _ in infos], infos[0][1]
-        return Spawned(actor, procs, pids, host, temporary)
+        return Spawned(actor, procs, pids, host, temporary, log_file)
     except BaseException:
         await _give_up(procs)
         raise
@@ -211,10 +217,28 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None).prctl(set_child_subreaper, 1, 0, 0, 0)
 
 
-def start_monarch(log_file: str | None = None) -> None:
-    """Start Monarch's client in this process; what it prints while it starts goes to `log_file`."""
-    if log_file is None:
-        monarch.actor.context()
+@functools.cache
+def _temporary_logs() -> Janitor:
+    folder = Path(tempfile.mkdtemp(prefix="torchtitan_rl-"))
+    (folder / "logs").mkdir()  # as in a run's folder
+    return Janitor(folder)
+
+
+def _temporary_log(name: str) -> str:
+    """A new file for what an actor prints; it is removed when this process ends."""
+    descriptor, path = tempfile.mkstemp(".log", f"{name}-", _temporary_logs().folder / "logs")
+    os.close(descriptor)
+    return path
+
+
+_monarch_runs = False
+
+
+def start_monarch(log_file: str) -> None:
+    """Start Monarch's client in this process, unless it runs; what it prints while it starts goes
+    to `log_file`."""
+    global _monarch_runs
+    if _monarch_runs:
         return
     stderr = os.dup(2)
     with open(log_file, "a") as log:
@@ -224,6 +248,7 @@ def start_monarch(log_file: str | None = None) -> None:
         finally:
             os.dup2(stderr, 2)
             os.close(stderr)
+    _monarch_runs = True
 
 
 def outlive_workers() -> None:

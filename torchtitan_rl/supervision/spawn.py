@@ -5,6 +5,7 @@ all that a script or a notebook needs.
 """
 
 import os
+from dataclasses import fields
 from typing import Any
 
 from torchtitan_rl.actors.backends import generator_class, trainer_class
@@ -125,14 +126,8 @@ async def spawn_trainer(
         log_file=log_file,
     )
     await _ready(trainer, trainer.actor.setup.call(resume=resume))
-    return SpawnedTrainer(
-        actor=trainer.actor,
-        procs=trainer.procs,
-        processes=trainer.processes,
-        host=trainer.host,
-        config=config,
-        model=str(model),
-    )
+    own = {field.name: getattr(trainer, field.name) for field in fields(trainer)}
+    return SpawnedTrainer(**own, config=config, model=str(model))
 
 
 async def spawn_reference(
