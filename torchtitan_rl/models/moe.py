@@ -74,9 +74,10 @@ class ExpertsAdapter(Qwen3StateDictAdapter):
     0.3's does not."""
 
     def __init__(self, model_config: Any, hf_assets_path: str | None) -> None:
-        # It only reads an index there, and warns if weights are in one file and have none.
+        # torchtitan reads an index there, and warns if the weights are in one file and have none.
         index = Path(hf_assets_path or "") / "model.safetensors.index.json"
         super().__init__(model_config, hf_assets_path if index.is_file() else None)
+        self.hf_assets_path = hf_assets_path
 
     def _caculate_indices_from_placements(
         self, dim: int, dim_size: int, dtensor_placements: tuple, device_mesh: DeviceMesh
