@@ -186,6 +186,10 @@ def test_a_missing_module_says_where_it_was_looked_for(folder, module, message):
         ("def f(:", "SyntaxError"),
         ("1 / 0", "division by zero"),
         ("import no_such_module", "No module named 'no_such_module'"),
+        (
+            "from config_registry import grpo_jsonl",
+            "built-in recipes are in torchtitan_rl.recipes: import them from there",
+        ),
     ],
 )
 def test_a_broken_module_says_what_broke(folder, source, message):

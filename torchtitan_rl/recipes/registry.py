@@ -67,10 +67,19 @@ def load_module(name: str = DEFAULT_MODULE) -> ModuleType | None:
     try:
         module = importlib.import_module(name)
     except Exception as error:
-        raise RecipeError(f"cannot import recipes from {name!r}: {error!r}") from error
+        raise RecipeError(
+            f"cannot import recipes from {name!r}: {error!r}{_hint(error)}"
+        ) from error
     if file and Path(module.__file__ or "") != file:
         raise RecipeError(f"--module {file}: {name!r} is also {module.__file__}; rename the file")
     return module
+
+
+def _hint(error: Exception) -> str:
+    """What to write in place of an import from `config_registry`, which is the user's own file."""
+    if isinstance(error, ImportError) and error.name == DEFAULT_MODULE:
+        return "; built-in recipes are in torchtitan_rl.recipes: import them from there"
+    return ""
 
 
 def find_recipes(module: ModuleType) -> dict[str, Recipe]:
