@@ -67,9 +67,8 @@ def load_module(name: str = DEFAULT_MODULE) -> ModuleType | None:
     try:
         module = importlib.import_module(name)
     except Exception as error:
-        raise RecipeError(
-            f"cannot import recipes from {name!r}: {error!r}{_hint(error)}"
-        ) from error
+        said = f"cannot import recipes from {name!r}: {error!r}{_hint(error)}"
+        raise RecipeError(said) from error
     if file and Path(module.__file__ or "") != file:
         raise RecipeError(f"--module {file}: {name!r} is also {module.__file__}; rename the file")
     return module
