@@ -17,3 +17,11 @@ class Sharer(Actor):
     @endpoint
     async def make_file(self) -> str:
         return tempfile.mkstemp()[1]
+
+
+class Printer(Actor):
+    """Prints."""
+
+    @endpoint
+    async def say(self, text: str) -> None:
+        print(text, flush=True)

@@ -3,6 +3,9 @@
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -75,6 +78,46 @@ def test_a_worker_whose_parent_died_while_it_started_ends():
         timeout=60,
     )
     assert (worker.returncode, worker.stderr) == (1, b"")
+
+
+PRINT = """
+import asyncio
+from pathlib import Path
+
+from tests.supervision.actors import Printer
+from torchtitan_rl.supervision.spawn import end_all_processes, spawn
+
+async def main():
+    printer = await spawn(Printer, env={})
+    await printer.actor.say.call_one("hello")
+    print(printer.log_file, Path(printer.log_file).read_text().splitlines()[-1])
+
+asyncio.run(main())
+end_all_processes()
+"""
+
+
+def test_an_actor_of_a_notebook_is_quiet_and_its_log_goes_with_the_notebook():
+    ran = subprocess.run(
+        [sys.executable, "-c", PRINT],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert ran.stderr == ""  # Monarch says where its own log is
+    [line] = ran.stdout.splitlines()
+    log, said = line.split()
+    assert said == "hello"
+    wait_until(lambda: not Path(log).parents[1].exists())
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 END_ALL = """
