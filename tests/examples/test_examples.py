@@ -25,7 +25,7 @@ from torchtitan_rl.observability.sinks import read_metrics
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 NOTEBOOK = EXAMPLES / "actors.ipynb"
-IMITATION_STEPS = 100
+IMITATION_STEPS = 150
 """Of the notebook, before its step."""
 SCRIPTS = sorted(EXAMPLES.glob("*.py"))
 PARTS = ("task", "advantage", "loss", "generator")

@@ -6,6 +6,7 @@ Packages whose modules import one of them call `prepare` in their `__init__`, wh
 import importlib.abc
 import os
 import sys
+import warnings
 from typing import Any
 
 MONARCH_SETTINGS = {
@@ -31,10 +32,12 @@ class _AdaptTorchtitan(importlib.abc.MetaPathFinder):
 
 
 def prepare() -> None:
-    """Set what Monarch reads from the environment, and have torchtitan adapted when it is imported.
-    May be called any number of times."""
+    """Set what Monarch reads from the environment, have torchtitan adapted when it is imported, and
+    keep notebooks quiet. May be called any number of times."""
     for name, value in MONARCH_SETTINGS.items():
         os.environ.setdefault(name, value)
+    # tqdm's, in a notebook without ipywidgets; nothing of ours shows a bar by it.
+    warnings.filterwarnings("ignore", "IProgress not found")
     if any(isinstance(finder, _AdaptTorchtitan) for finder in sys.meta_path):
         return
     if "torchtitan" in sys.modules:
