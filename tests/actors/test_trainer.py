@@ -208,10 +208,9 @@ async def test_echo_has_a_denominator_of_its_own_however_the_batch_is_split(
         assert relative_difference(other, whole) < 1e-6
 
 
-async def test_the_gradient_of_echo_is_that_of_cross_entropy(trainer, tiny_model):
-    """Against transformers: RL over its tokens, echo over its own, at temperature 1."""
-    episodes = with_echo(random_episodes(4, longest=12))
-    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+def plain_losses(model, episodes):
+    """By transformers: the REINFORCE loss of each token that trains by RL, and Echo's loss of each
+    that trains by Echo, at temperature 1."""
     rl, echo = [], []
     for e in episodes:
         ids = torch.tensor([e.prompt_token_ids + e.token_ids])
@@ -223,6 +222,14 @@ async def test_the_gradient_of_echo_is_that_of_cross_entropy(trainer, tiny_model
             elif position >= len(e.prompt_token_ids):
                 scaled = torch.log_softmax(logits[position - 1] / e.temperature, -1)
                 rl.append(-e.advantage * scaled[token])
+    return rl, echo
+
+
+async def test_the_gradient_of_echo_is_that_of_cross_entropy(trainer, tiny_model):
+    """Against transformers: RL over its tokens, echo over its own, at temperature 1."""
+    episodes = with_echo(random_episodes(4, longest=12))
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    rl, echo = plain_losses(model, episodes)
     (sum(rl) / len(rl) + sum(echo) / len(echo)).backward()
     ours = await gradients(
         trainer, episodes, dp_degree=1, budget=4096, loss=LossConfig(name="reinforce")
@@ -239,18 +246,14 @@ async def test_the_total_that_is_logged_is_what_is_minimised(trainers, tiny_mode
     """Against transformers, term by term: Echo is in it. Any number of ranks logs the same."""
     episodes = with_echo(random_episodes(7, longest=12, seed=2))
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    rl, echo = [], []
     with torch.no_grad():
-        for e in episodes:
-            ids = torch.tensor([e.prompt_token_ids + e.token_ids])
-            logits = model(ids).logits[0, :-1]
-            for position in range(1, e.length):
-                token, alpha = ids[0, position], e.echo_alpha[position]
-                if not math.isnan(alpha):
-                    echo.append(-alpha * torch.log_softmax(logits[position - 1], -1)[token].item())
-                elif position >= len(e.prompt_token_ids):
-                    rl.append(-e.advantage)  # the ratio of the first update is 1
-    policy, echoed = sum(rl) / len(rl), sum(echo) / len(echo)
+        _, echo = plain_losses(model, episodes)
+    trained = [
+        e for e in episodes for a in e.echo_alpha[len(e.prompt_token_ids) :] if math.isnan(a)
+    ]
+    # The ratio of the first update is 1.
+    policy = sum(-e.advantage for e in trained) / len(trained)
+    echoed = (sum(echo) / len(echo)).item()
     expected = {"loss/policy": policy, "loss/echo": echoed, "loss/total": policy + echoed}
     for actor, ranks in zip(trainers, (1, 2, 2), strict=True):
         grid = make_grid(episodes, dp_degree=ranks, tokens_per_microbatch=64)

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 NOTEBOOK = EXAMPLES / "actors.ipynb"
 IMITATION_STEPS = 150
-"""Of the notebook, before its step."""
+"""Supervised steps that the notebook takes before its RL step."""
 SCRIPTS = sorted(EXAMPLES.glob("*.py"))
 PARTS = ("task", "advantage", "loss", "generator")
 

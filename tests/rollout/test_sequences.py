@@ -156,8 +156,8 @@ TURNS = st.lists(
     ),
     max_size=5,
 )
-"""Of each turn: where its new tokens come from, how many are sampled, whether the prompt is
-rendered anew, and whether the renderer can say where tokens come from."""
+"""Conversations: for each turn where its new tokens come from, how many are sampled, whether the
+prompt is rendered anew, and whether the renderer can say where tokens come from."""
 
 
 @settings(deadline=None)
