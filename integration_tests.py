@@ -22,6 +22,7 @@ from rich.table import Table
 
 from torchtitan_rl.algorithms.policy_loss import LOSSES
 from torchtitan_rl.core.plugins import nearest
+from torchtitan_rl.models.makers.tiny import write_tiny_model
 from torchtitan_rl.observability.console import console
 from torchtitan_rl.observability.sinks import read_metrics
 
@@ -45,13 +46,17 @@ class Flavor:
     """Part of `make test`."""
     mismatch: float = 1e-4
     """Largest difference allowed between trainer and generator logprobs."""
+    experts: int = 0
+    """Experts of the random model that it starts from; 0: a dense one."""
+    imitates: bool = False
+    """Whether it starts from a model that has imitated demonstrations: for tasks whose form a
+    random model never finds, so that all rewards would be equal."""
 
 
-# Enough imitation to know the form, so that rewards differ; the rest as small as it can be.
-_SHORT = (
-    *("--warm_start.steps", "60", "--warm_start.evaluate_every", "60"),
-    *("--evaluation.prompts", "32", "--prompts_per_step", "16"),
-)
+_SMALL = ("--evaluation.prompts", "32", "--prompts_per_step", "16")
+_ANY_NUMBER = ("--task.answer", "([0-9]+)")
+"""A random model says a number now and then, so that rewards differ."""
+_IMITATION = ("--warm_start.steps", "60", "--warm_start.evaluate_every", "60")
 
 _LOSSES = tuple(
     Flavor(name, f"the loss {name}", ("--trainer.loss.name", name))
@@ -127,12 +132,14 @@ SUITES: dict[str, tuple[Flavor, ...]] = {
             "a mixture of experts, routed in the trainer as in the generator",
             ("--trainer.share_prompts",),
             recipe="grpo_sum_digits_moe_tiny",
+            experts=8,
         ),
         Flavor(
             "tools",
             "two tasks with tools, Echo, rollouts that are measured and not trained",
             ("--rollout.untrained_share", "0.2"),
             recipe="echo_calculator_tiny",
+            imitates=True,
         ),
         Flavor("mean_baseline", "Dr.GRPO's advantages", ("--advantage.name", "mean_baseline")),
         Flavor("std_normalised", "GRPO's own advantages", ("--advantage.name", "grpo")),
@@ -226,7 +233,7 @@ def run(flavor: Flavor, output_dir: Path) -> str:
     command += ["--steps", str(flavor.steps), "--output_dir", str(output_dir)]
     command += ["--run_name", f"{flavor.name}/run"]
     if flavor.ngpu == 0:
-        command += [*_SHORT, "--warm_start.cache_dir", str(output_dir / "models")]
+        command += [*_SMALL, *starting_model(flavor, output_dir / "models")]
     command += flavor.arguments
     log = folder / "output.txt"
     with log.open("w") as output:
@@ -247,6 +254,16 @@ def run(flavor: Flavor, output_dir: Path) -> str:
     if code:
         return f"exit code {code}; see {log}"
     return check(flavor, folder / "run")
+
+
+def starting_model(flavor: Flavor, folder: Path) -> tuple[str, ...]:
+    """Arguments that name the model a flavor starts from; models are kept in `folder`."""
+    if flavor.imitates:
+        return (*_IMITATION, "--warm_start.cache_dir", str(folder))
+    model = folder / f"random-{flavor.experts}-experts"
+    if not model.exists():
+        write_tiny_model(model, seed=0, experts=flavor.experts)
+    return ("--model", str(model), *_ANY_NUMBER)
 
 
 def check(flavor: Flavor, folder: Path) -> str:

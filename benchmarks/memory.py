@@ -21,8 +21,6 @@ from pathlib import Path
 import psutil
 from common import note, report
 
-from torchtitan_rl.platform.worker_main import LOG_VARIABLE
-
 EVERY_SECONDS = 3.0
 SETTLED_STEP = 50
 """From here on memory must not grow."""
@@ -38,10 +36,10 @@ def role(process: psutil.Process, root: int) -> str:
     if process.pid == root:
         return "controller"
     try:
-        log = process.environ().get(LOG_VARIABLE, "")
-    except (psutil.NoSuchProcess, psutil.AccessDenied):
-        log = ""
-    return Path(log).stem or "other"
+        log = Path(f"/proc/{process.pid}/fd/1").readlink()
+    except OSError:
+        return "other"
+    return log.stem if log.suffix == ".log" else "other"
 
 
 def look(root: psutil.Process) -> dict[str, float]:

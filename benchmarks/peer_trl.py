@@ -156,7 +156,7 @@ class PeakMemory:
 
 @dataclass(kw_only=True)
 class Measured:
-    """One side's steps, without the warm-up."""
+    """The measured steps of one side (this library or TRL), without the warm-up."""
 
     seconds: list[float]
     new_tokens: list[int]
@@ -247,7 +247,7 @@ def compare(case: str, model: Path, python: Path, folder: Path) -> None:
 
 
 def real_model() -> Path:
-    """That of `make model`, which is made if it is not there."""
+    """Folder of the model of `make model`, which is made if it is missing."""
     if smollm2.main([]):
         raise PeerError(f"{SMOLLM2_FOLDER} cannot be made")
     return Path(SMOLLM2_FOLDER)

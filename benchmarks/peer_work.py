@@ -87,8 +87,8 @@ def endless(source: Path, target: Path) -> Path:
 
 
 def speedups(runs: list[tuple[str, list[float]]], side: str) -> list[float]:
-    """Of each run of a side, how much faster the runs before and after it were, by the medians of
-    their seconds a step.
+    """How much faster the runs before and after each run of a side were, by the medians of their
+    seconds per step.
 
     Example:
         >>> speedups([("ours", [1.0]), ("TRL", [4.0]), ("ours", [3.0])], "TRL")

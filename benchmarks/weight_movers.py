@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from monarch.actor import Actor, endpoint
 
 from torchtitan_rl.weight_sync.handle import WeightHandle, whole_tensors
@@ -26,7 +27,7 @@ VOCABULARY = {128: 272, 576: 49152, 1024: 151936}
 
 
 def shapes(dim: int, hidden: int, layers: int) -> dict[str, tuple[int, ...]]:
-    """Those of a decoder; what counts is how many bytes there are, in how many tensors."""
+    """Shapes of a decoder's tensors; only the number of bytes and of tensors matters."""
     named: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY[dim], dim)}
     for layer in range(layers):
         block = f"model.layers.{layer}"
@@ -38,9 +39,12 @@ def shapes(dim: int, hidden: int, layers: int) -> dict[str, tuple[int, ...]]:
     return named
 
 
-def median_seconds(work: Callable[[], object]) -> float:
+def median_seconds(
+    work: Callable[[], object], before: Callable[[], object] = lambda: None
+) -> float:
     taken = []
     for _ in range(ROUNDS + 2):
+        before()
         started = time.perf_counter()
         work()
         taken.append(time.perf_counter() - started)
@@ -70,7 +74,7 @@ class Writer(Actor):
 
     @endpoint
     async def memcpy(self) -> float:
-        """The same once, with all that comes before it as in `publish`."""
+        """Seconds of one memcpy, after the same preparations as in `publish`."""
         self._step()
         started = time.perf_counter()
         np.copyto(self._target, self._source)
@@ -90,7 +94,7 @@ class Writer(Actor):
 
     @endpoint
     async def publish(self) -> tuple[WeightHandle, float, float]:
-        """With the seconds until the weights were free again, and until it was done."""
+        """Handle of a snapshot, seconds until the weights were free again, and seconds in all."""
         self._version += 1
         self._step()
         copied = []
@@ -101,16 +105,38 @@ class Writer(Actor):
         return handle, copied[0] - started, time.perf_counter() - started
 
     @endpoint
-    async def send(self, rank: int) -> None:
-        torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
-        for _ in range(ROUNDS + 2):
-            exchange([torch.distributed.isend], self._weights, peer=1 - rank)
+    async def plain_gloo(self, rank: int, size: int) -> dict[str, float]:
+        return plain_gloo(self._weights, rank, size)
 
 
-def exchange(how: list, weights: dict[str, torch.Tensor], peer: int) -> None:
-    """All tensors at once: gloo has them all in flight."""
-    for work in [how[0](tensor.view(torch.uint8), peer) for tensor in weights.values()]:
-        work.wait()
+def plain_gloo(weights: dict[str, torch.Tensor], rank: int, size: int) -> dict[str, float]:
+    """Seconds until rank 0's tensors are at the others, by each way that plain gloo has."""
+    meet = f"tcp://127.0.0.1:{29470 + size}"
+    dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=size)
+    tensors = [tensor.view(-1).view(torch.uint8) for tensor in weights.values()]
+    whole = torch.ones(sum(map(len, tensors)), dtype=torch.uint8)
+
+    def broadcast(sent: list[torch.Tensor]) -> None:
+        """All at once: gloo has them all in flight."""
+        for work in [dist.broadcast(tensor, 0, async_op=True) for tensor in sent]:
+            work.wait()
+
+    def send(sent: list[torch.Tensor]) -> None:
+        peers = range(1, size) if rank == 0 else [0]
+        how = dist.isend if rank == 0 else dist.irecv
+        for work in [how(tensor, peer) for tensor in sent for peer in peers]:
+            work.wait()
+
+    ways = {
+        "broadcast of one": lambda: broadcast([whole]),
+        "send of one": lambda: send([whole]),
+    }
+    if size == 2:
+        ways["broadcast of each tensor"] = lambda: broadcast(tensors)
+        ways["send of each tensor"] = lambda: send(tensors)
+    seconds = {way: median_seconds(work, before=dist.barrier) for way, work in ways.items()}
+    dist.destroy_process_group()
+    return seconds
 
 
 class Reader(Actor):
@@ -128,19 +154,16 @@ class Reader(Actor):
 
     @endpoint
     async def read(self, handle: WeightHandle) -> tuple[float, float]:
-        """Seconds to bring them here, and all in all into tensors of our own."""
+        """Seconds until they are here, and until they are in tensors of our own."""
         started = time.perf_counter()
         here = await self._inbox.fetch(handle)
-        fetched = time.perf_counter()
         with open_snapshot(here) as snapshot:
+            fetched = time.perf_counter()
             snapshot.verify(threads=torch.get_num_threads())
             for name, tensor in snapshot.tensors():
                 self._weights[name].copy_(tensor)
         return fetched - started, time.perf_counter() - started
 
     @endpoint
-    async def receive(self, rank: int) -> float:
-        torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
-        return median_seconds(
-            lambda: exchange([torch.distributed.irecv], self._weights, peer=1 - rank)
-        )
+    async def plain_gloo(self, rank: int, size: int) -> dict[str, float]:
+        return plain_gloo(self._weights, rank, size)

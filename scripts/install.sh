@@ -58,6 +58,17 @@ find_python() {
 ($(python3 --version 2>/dev/null || echo 'no working python3'))"
 }
 
+# Triton compiles a small module for every kernel, when a run starts.
+has_headers() {
+  "$1" -c 'import os, sysconfig; open(os.path.join(sysconfig.get_path("include"), "Python.h"))' 2>/dev/null
+}
+check_for_triton() {
+  command -v "${CC:-gcc}" >/dev/null ||
+    die "no C compiler (${CC:-gcc}) found, which Triton needs on a GPU (Debian/Ubuntu: apt-get install gcc)"
+  has_headers "$1" ||
+    die "no Python.h of $("$1" --version) found, which Triton needs on a GPU (Debian/Ubuntu: apt-get install python3-dev)"
+}
+
 other=$([ "$platform" = cpu ] && echo cuda || echo cpu)
 if [ -e "$VENV/.installed-$other" ]; then
   say "$VENV was installed for $other; rebuilding it for $platform (the two cannot share one)"
@@ -68,6 +79,7 @@ elif [ -e $VENV ]; then
     rm -rf $VENV
   fi
 fi
+if [ "$platform" = cuda ]; then check_for_triton "$([ -e $VENV ] && echo $VENV/bin/python || find_python)"; fi
 if [ ! -e $VENV ]; then
   python=$(find_python)
   say "making $VENV with $("$python" --version) ..."
@@ -120,9 +132,9 @@ if [ "$platform" = cpu ]; then
   say "installing the development tools ..."
   check "installing requirements/dev.txt" pip install --no-compile --no-deps -r requirements/dev.txt
 else
-  say "installing torch $TORCH (CUDA), vLLM, torchtitan, Monarch and the rest: several GB ..."
+  say "installing torch $TORCH (CUDA), vLLM, torchtitan, Monarch and the rest, pinned in requirements/cuda.txt: 4 GB ..."
   check "installing requirements/cuda.txt" \
-    pip install --no-compile -r requirements/cuda.txt -r requirements/dev.txt
+    pip install --no-compile --no-deps -r requirements/cuda.txt -r requirements/dev.txt
 fi
 check "installing this project" pip install --no-compile --no-deps --no-build-isolation -e .
 

@@ -22,8 +22,8 @@ LONGEST = (
     *("actors/test_trainer.py", "run/test_whole_runs.py", "test_readme.py"),
     *("run/test_tool_runs.py", "supervision/test_graders.py", "run/test_async_runs.py", "examples"),
     *("engines/vllm/test_routing.py", "engines/vllm/test_tensor_parallel.py"),
-    *("models/test_ranks.py", "run/test_sync_runs.py", "engines/vllm/test_direct_loads.py", "run"),
-    *("actors", "engines", "weight_sync", "supervision"),
+    *("models/test_ranks.py", "run/test_sync_runs.py", "engines/vllm/test_engine.py", "run"),
+    *("actors", "engines", "cuda", "weight_sync", "supervision"),
     *("rollout/test_loop.py", "view", "test_docs.py", "config", "models", "cli"),
 )
 """Files and folders that take longest, the longest first. Else one process would be left alone with

@@ -38,6 +38,10 @@ class World:
     """Version of the last pull that was completed."""
     stale: bool = False
     """Whether anybody was asked who served older weights than that."""
+    trainers_turn: bool = False
+    """Whether the generators are asleep, and what they use is another's."""
+    crowded: bool = False
+    """Whether a process has had memory in the trainer's turn."""
     made: list["Process"] = field(default_factory=list)
     calls: list = field(default_factory=list)
 
@@ -51,12 +55,14 @@ class World:
         await asyncio.sleep(self.rng.randrange(5) / 4 * self.longest)
 
     async def spawn(self, number):
+        self.crowded |= self.trainers_turn
         await self.work()
         if self.happens(self.hang):
             await asyncio.Event().wait()
         if self.happens(self.no_start):
             raise OSError("out of memory")
         self.made.append(Process(self, number))
+        self.crowded |= self.trainers_turn
         return self.made[-1]
 
     def handle(self, version):
@@ -66,24 +72,43 @@ class World:
         await generators.pull(self.handle(version))
         self.pulled = version
 
+    async def let_train(self, generators, version):
+        """The trainer's turn, in which weights of this version are published; then the
+        generators'."""
+        await generators.sleep()
+        self.trainers_turn = True
+        for _ in range(2):
+            self.crowded |= any(process.has_memory for process in self.made)
+            await self.work()
+        await generators.pull(self.handle(version))
+        self.trainers_turn = False
+        await generators.wake()
+        self.pulled = version
+
 
 class Process:
     """A process with an actor, in the place of `Spawned`."""
 
     def __init__(self, world, number):
         self.world, self.number = world, number
-        self.version, self.ended, self.deaf = 0, False, False
+        self.version, self.ended, self.deaf, self.asleep = 0, False, False, False
         self.dies_at = world.rng.random() * 20 if world.happens(world.idle_death) else 1e9
         self.born = asyncio.get_running_loop().time()
         self.actor = SimpleNamespace(
             generate=SimpleNamespace(call_one=self.generate),
             pull_weights=SimpleNamespace(call_one=self.pull_weights),
             cancel=SimpleNamespace(call_one=self.cancel),
+            sleep=SimpleNamespace(call_one=self.sleep),
+            wake=SimpleNamespace(call_one=self.wake),
         )
 
     @property
     def alive(self):
         return not self.ended and asyncio.get_running_loop().time() < self.born + self.dies_at
+
+    @property
+    def has_memory(self):
+        return self.alive and not self.asleep
 
     def die(self):
         self.dies_at = 0.0
@@ -117,6 +142,7 @@ class Process:
     async def generate(self, prompts, *, sampling_config, group_ids, sample_numbers):
         self.world.stale |= self.version < self.world.pulled
         self.world.calls.append((self.number, group_ids))
+        assert not self.asleep
         version = self.version
         await self.answer(refuse=self.world.refuse)
         if any(DEADLY in prompt for prompt in prompts):
@@ -134,6 +160,15 @@ class Process:
     async def pull_weights(self, handle):
         await self.answer(refuse=0.0)  # that would end the run, and should
         self.version = handle.version
+
+    async def sleep(self):
+        await self.answer(refuse=0.0)
+        self.asleep = True
+        return 100
+
+    async def wake(self, handle):
+        await self.pull_weights(handle)
+        self.asleep = False
 
     async def cancel(self, names):
         if self.deaf:
@@ -169,6 +204,7 @@ def in_virtual_time(world, count, scenario, **options):
                 await generators.stop()  # some could not be ended
         await asyncio.sleep(0)
         assert not world.stale
+        assert not world.crowded
         assert loads(generators) == [0] * count
         assert all(process.ended for process in world.made)
         assert not generators.pool._tasks

@@ -14,7 +14,6 @@ from bs4 import BeautifulSoup
 
 from tests.pages import PAGES, ROOT
 from torchtitan_rl.config import RunConfig
-from torchtitan_rl.engines.vllm.cpu import CLASS_PATCHES
 from torchtitan_rl.platform.switches import NAMES
 from torchtitan_rl.recipes import registry as recipes
 
@@ -55,7 +54,8 @@ def described(built: Path) -> dict[str, str]:
 def test_what_pages_have_from_the_code_is_what_the_code_says():
     """Settings, recipes and packages are committed, to be read where nothing is built."""
     filled = [page for page in PAGES if generated.PART.search(PAGES[page])]
-    assert filled == ["docs/concepts.md", "docs/configuration.md", "docs/recipes.md"]
+    pages = ("concepts", "configuration", "quickstart", "recipes")
+    assert filled == [f"docs/{page}.md" for page in pages]
     for page in filled:
         assert generated.filled(PAGES[page]) == PAGES[page], f"{page} is old: run make format"
 
@@ -87,14 +87,14 @@ def test_pages_need_no_network_and_no_script_for_formulas(built):
 
 
 def test_every_setting_is_described_with_its_docstring(described):
-    """Of the run and of its sections; a field without a docstring does not get this far."""
+    """Settings of the run and of its sections; a field without a docstring fails earlier."""
     for field in config_fields.walk(RunConfig):
         assert field.doc.replace("`", "") in described[field.name], field.name
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_setting_of_a_recipe_is_described(recipe, described):
-    """By what a run writes to its config.json: tasks and optional parts too."""
+    """Settings as a run writes them to its config.json: tasks and optional parts too."""
     names = set(flat(RECIPES[recipe]().to_dict()))
     assert {re.sub(r"^task\.tasks\.\d+", "task", name) for name in names} - set(described) == set()
 
@@ -130,7 +130,7 @@ def test_the_optimizations_that_can_be_switched_off_are_those_of_the_code():
     """Settings of a worker's environment, in capitals, are asked for by no name."""
     sources = [path.read_text() for path in (ROOT / "torchtitan_rl").rglob("*.py")]
     asked = re.compile(r'\b(?:enabled|is_active)\("(\w+)"\)')
-    used = {name for text in sources for name in asked.findall(text)} | set(CLASS_PATCHES)
+    used = {name for text in sources for name in asked.findall(text)}
     assert used == {name for name in NAMES if not name.isupper()}
     assert [name for name in NAMES if f"`{name}`" not in PAGES["docs/performance.md"]] == []
 

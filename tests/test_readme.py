@@ -25,6 +25,7 @@ from torchtitan_rl.core.types import Completion, Rollout, ScoredCompletion
 from torchtitan_rl.observability.sinks import read_metrics
 from torchtitan_rl.recipes import registry as recipes
 from torchtitan_rl.run.launch import check
+from torchtitan_rl.tasks.tools.tool import ArgumentsError
 
 RECIPES = recipes.built_in_recipes()
 
@@ -145,25 +146,33 @@ def test_the_task_that_answers_can_be_played(tmp_path, monkeypatch):
     assert [(r.value, r.correct) for r in rewards] == [(0.25, True), (0.0, False)]
 
 
-def test_the_task_with_a_tool_can_be_played(tmp_path, monkeypatch):
-    (tmp_path / "guessing.py").write_text(block("guessing.py"))
+def test_the_task_with_tools_can_be_played_and_its_recipe_used(tmp_path, monkeypatch):
+    (tmp_path / "rooms.py").write_text(block("rooms.py"))
     monkeypatch.syspath_prepend(tmp_path)
-    from guessing import Guessing  # type: ignore[import-not-found]
+    from rooms import PEOPLE, Rooms  # type: ignore[import-not-found]
 
-    task = Guessing.Config().build(seed=0)
+    task = Rooms.Config().build(seed=0)
     example = task.train_example(3)
-    state = dict(example.state)
-    guess = task.tools["guess"]
-    assert guess.spec["function"]["parameters"]["required"] == ["number"]
-    assert guess.function(**guess.arguments({"number": "99999"}), state=state) == "lower"
-    assert guess.function(number=example.expected_answer, state=state) == "right"
-    said = Completion(0, 0, [1], str(example.expected_answer), [2])
-    [reward] = task.reward([Rollout([said], [], "finished", state)], example.expected_answer)
-    assert (reward.value, reward.correct) == (0.5, True)
+    person, state = example.messages[0]["content"], {}
+    boss, room = task.tools["boss"], task.tools["room"]
+    assert room.spec["function"]["parameters"]["required"] == ["person"]
+    found = boss.function(**boss.arguments({"person": person}), state=state)
+    assert found in PEOPLE
+    assert room.function(person=found, state=state) == example.expected_answer
+    assert state == {"lookups": 2}
+    with pytest.raises(ArgumentsError, match="nobody is called zzz"):
+        room.function(person="zzz", state=state)
+    said = [Completion(0, 0, [1], text, [2]) for text in (example.expected_answer, "me")]
+    rollouts = [Rollout([one], [], "finished", state) for one in said]
+    assert task.reward(rollouts, example.expected_answer) == [1.0, 0.0]
+    heldout = {e.messages[0]["content"] for e in task.heldout_examples(200)}
+    assert 100 < len(heldout) < 200
+    assert not heldout & {task.train_example(i).messages[0]["content"] for i in range(500)}
+    made: dict = {}
+    exec(block("rooms_recipe.py"), made)
     config = replace(
-        recipes.build_recipe("echo_calculator_tiny", RECIPES),
-        task=Guessing.Config(show_tools=False),
-        run_name="guessing",
+        made["rooms_tiny"](),
+        run_name="rooms",
         output_dir=str(tmp_path),
         warm_start=WarmStartConfig(cache_dir=str(tmp_path)),
     )

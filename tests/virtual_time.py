@@ -28,7 +28,7 @@ class _JumpingSelector(selectors.SelectSelector):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """For coroutines that wait for each other and for timers only: no threads, no sockets.
+    """An event loop for coroutines that wait only for each other and for timers: no threads.
 
     What is reported to the loop, such as a task's exception that nobody retrieved, is kept.
     """

@@ -13,8 +13,7 @@ from config_fields import MISSING, Field, is_union, section_doc, variants, walk
 from torchtitan_rl import tasks
 from torchtitan_rl.config import RunConfig
 
-OFF = """ Off by default, and only there to be changed from the command line if the recipe has
-switched it on."""
+OFF = """ Off by default. The command line can change it only if the recipe has switched it on."""
 HEADER = [
     "| setting | type | default | kept by a resume | meaning |",
     "| --- | --- | --- | --- | --- |",

@@ -2,7 +2,7 @@
 
 python docs/_ext/generated.py    # `make docs` and `make format` do it, too
 
-A page has it between `<!-- generated: configuration -->` (or `layers`, `recipes`) and
+A page has it between `<!-- generated: configuration -->` (or `layers`, `recipes`, `resume`) and
 `<!-- end of generated -->`. It is committed, so that a page can be read where nothing is built; a
 test says when it is old.
 """
@@ -14,12 +14,14 @@ from pathlib import Path
 from config_page import configuration
 from layers_page import layers
 from recipes_page import recipes
+from resume_page import resume
 
 DOCS = Path(__file__).parents[1]
 GENERATORS: dict[str, Callable[[], str]] = {
     "configuration": configuration,
     "layers": layers,
     "recipes": recipes,
+    "resume": resume,
 }
 PART = re.compile(
     r"^<!-- generated: (\w+) -->$.*?^<!-- end of generated -->$", re.MULTILINE | re.DOTALL

@@ -1,4 +1,5 @@
-"""A trainer whose snapshots take their time, to see who waits for them."""
+"""A trainer whose snapshots take their time, to see who waits for them; and that moves tensors to
+host memory as it sleeps, as on a GPU."""
 
 import time
 
@@ -11,6 +12,7 @@ class SlowTrainer(Trainer):
     """Copies nothing for a while, if it is told to."""
 
     seconds = 0.0
+    offloads = True
 
     @concurrent_endpoint
     async def publish_in(self, seconds: float) -> None:

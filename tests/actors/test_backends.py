@@ -4,6 +4,7 @@ import inspect
 
 import pytest
 from monarch._src.actor.proc_mesh import ProcMesh
+from monarch.actor import Actor
 
 from torchtitan_rl.actors.backends import SPAWN_ARGUMENTS, check_backends
 from torchtitan_rl.actors.simulated import SimulatedGenerator, SimulatedTrainer
@@ -41,7 +42,7 @@ def check(who: str, cls: type, kwargs: dict) -> None:
             "trainer",
             OpenTrainer,
             [
-                *("model", "seed", "steps", "keep"),
+                *("model", "seed", "steps", "keep", "async_mode"),
                 *("checkpoint_folder", "tokens_folder", "weights_folder"),
             ],
             "remove it from trainer.kwargs",
@@ -72,3 +73,21 @@ def test_every_name_that_starting_a_process_uses_is_refused():
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     used = {each.name for each in [*ours, *monarchs] if each.kind not in variable}
     assert used == set(SPAWN_ARGUMENTS)
+
+
+class WakefulGenerator(Actor):
+    """Has all that a generator must have, and cannot sleep."""
+
+    def __init__(self, config, *, model, seed): ...
+
+    setup = SimulatedGenerator.setup
+    generate = SimulatedGenerator.generate
+    cancel = SimulatedGenerator.cancel
+    pull_weights = SimulatedGenerator.pull_weights
+
+
+def test_a_backend_that_cannot_sleep_is_refused_only_where_it_would_have_to():
+    generator = GeneratorConfig(backend=f"{__name__}:WakefulGenerator")
+    check_backends(generator, TrainerConfig())
+    with pytest.raises(ValueError, match=r"placement colocated: .* has no endpoint sleep, wake"):
+        check_backends(generator, TrainerConfig(), colocated=True)

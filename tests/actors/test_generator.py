@@ -31,7 +31,7 @@ async def test_a_killed_generator_leaves_no_lock_behind(generator):
     """A lock that has a name in /dev/shm while it is used would stay there."""
     await generator.generate.call_one([PROMPT])
     family = psutil.Process().children(recursive=True)
-    workers = [process for process in family if "worker_main" in process.cmdline()[-1]]
+    workers = [process for process in family if "torchtitan-rl vllm" in " ".join(process.cmdline())]
     assert workers
     lines = [
         line.split()

@@ -80,7 +80,7 @@ def no_signal(group):
 
 
 async def test_declared_failures_cost_groups_and_never_the_run(tmp_path, tiny_model):
-    """With a KL term, groups train though their advantages are all 0."""
+    """A KL term is on, so that groups train although their advantages are all 0."""
     ahead = 2
     config = config_for(
         tmp_path,

@@ -5,10 +5,12 @@ From `test_metrics_of_two_ranks_merge_to_those_of_one` on, the shared trainers t
 
 import asyncio
 import math
+import os
 import random
 import re
-import shutil
+import signal
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -38,6 +40,7 @@ from torchtitan_rl.core.metrics import flatten, merge_metrics
 from torchtitan_rl.core.types import ScoredCompletion
 from torchtitan_rl.models.makers.tiny import write_tiny_model
 from torchtitan_rl.observability.json_lines import read_lines
+from torchtitan_rl.observability.run_folder import find_checkpoints
 from torchtitan_rl.rollout.episodes import make_episodes
 from torchtitan_rl.run.launch import describe
 from torchtitan_rl.supervision.spawn import (
@@ -70,9 +73,12 @@ def random_episodes(count: int, *, longest: int, seed: int = 0):
     return episodes
 
 
-async def start_trainer(model, folder, ranks, tensor_parallel=1, backend="torchtitan", **kwargs):
+STUDIED = "tests.actors.studied_trainer:StudiedTrainer"
+
+
+async def start_trainer(model, folder, ranks, tensor_parallel=1, settings=(), **kwargs):
     config = Trainer.Config(
-        backend=backend,
+        **dict(settings),
         optimizer=OptimizerConfig(lr=1e-2),
         parallelism=Parallelism(
             data_parallel_shard_degree=ranks, tensor_parallel_degree=tensor_parallel
@@ -97,12 +103,13 @@ def checkpoints(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 async def trainers(tiny_model, checkpoints, tokens_folder):
-    """One rank, two data-parallel ranks (whose snapshots can be slow), two by two tensor-parallel
-    ranks; started side by side."""
+    """One rank that writes checkpoints beside its steps, two data-parallel ranks that sync
+    gradients at the last microbatch, two by two tensor-parallel ranks; started side by side."""
+    studied, last = {"backend": STUDIED}, {"gradient_sync": "last_microbatch"}
     kinds = {
-        "one": {"ranks": 1},
-        "two": {"ranks": 2, "backend": "tests.actors.slow_trainer:SlowTrainer"},
-        "tp": {"ranks": 2, "tensor_parallel": 2},
+        "one": {"ranks": 1, "settings": studied, "async_mode": "async"},
+        "two": {"ranks": 2, "settings": studied | last},
+        "tp": {"ranks": 2, "tensor_parallel": 2, "settings": studied},
     }
     spawned = await asyncio.gather(
         *(
@@ -209,8 +216,8 @@ async def test_echo_has_a_denominator_of_its_own_however_the_batch_is_split(
 
 
 def plain_losses(model, episodes):
-    """By transformers: the REINFORCE loss of each token that trains by RL, and Echo's loss of each
-    that trains by Echo, at temperature 1."""
+    """Losses by transformers: REINFORCE of each token that trains by RL, and Echo of each that
+    trains by Echo, at temperature 1."""
     rl, echo = [], []
     for e in episodes:
         ids = torch.tensor([e.prompt_token_ids + e.token_ids])
@@ -264,7 +271,7 @@ async def test_the_total_that_is_logged_is_what_is_minimised(trainers, tiny_mode
 
 @pytest.mark.parametrize("loss", LOSSES)
 async def test_every_loss_has_the_same_gradient_however_it_is_split(trainer, two_ranks, loss):
-    """With every term on and sequences of very uneven length, some of them on a rank alone."""
+    """Every term is on. Sequences have very uneven lengths, and some are on a rank alone."""
     config = LossConfig(
         name=loss,
         rollout_kl=KLConfig(coef=0.1),
@@ -337,6 +344,83 @@ async def test_what_is_not_finite_on_one_rank_is_named_by_all(two_ranks):
         await two_ranks.train_step.call(grid)
 
 
+EVERYTHING = LossConfig(
+    name="gspo",
+    rollout_kl=KLConfig(coef=0.1),
+    ref_kl=KLConfig(coef=0.1, estimator="k3"),
+    correction=CorrectionConfig(
+        token_mask="on",
+        sequence_outliers="on",
+        importance_weight="sequence",
+        sequence_mask="product",
+    ),
+)
+"""A loss with every term."""
+
+
+async def test_a_microbatch_waits_for_no_gpu(trainer):
+    """Between the start of its forward pass and the end of its backward pass. What is read are
+    tensors that are on the CPU also where there is a GPU."""
+    episodes = [
+        replace(e, task=("sums", "words")[i % 2], token_versions=[0] * len(e.token_ids))
+        for i, e in enumerate(with_echo(random_episodes(9, longest=40, seed=4)))
+    ]
+    grid = make_grid(episodes, dp_degree=1, tokens_per_microbatch=64)
+    [(reads, _)] = per_rank(await trainer.count.call(grid, loss=EVERYTHING))
+    assert len(grid.cells) > 2
+    assert {who for who in reads if not who.startswith("models/cpu/")} == {
+        "models/rank.py _trained",  # which tokens train
+        "models/rank.py where",  # which of them by RL
+        "core/metrics.py by_task",  # which belong to a task
+    }
+
+
+def scattered(collectives) -> int:
+    return sum(count for name, count in collectives.items() if "reduce_scatter" in name)
+
+
+async def test_gradients_are_added_up_after_every_microbatch_or_after_the_last(two_ranks):
+    episodes = random_episodes(13, longest=40, seed=13)
+    grid = make_grid(episodes, dp_degree=2, tokens_per_microbatch=64)
+    seen, found = {}, {}
+    for sync in ("every_microbatch", "last_microbatch"):
+        await two_ranks.change.call(gradient_sync=sync)
+        counts = [collectives for _, collectives in per_rank(await two_ranks.count.call(grid))]
+        assert counts[0] == counts[1]  # or the ranks would wait for each other
+        seen[sync] = counts[0]
+        found[sync] = per_rank(await two_ranks.gradients.call(grid))[0]
+    groups = 3 + 2  # the layers, the embedding with the head, and what is left: none
+    cells = len(grid.cells)
+    assert cells > 3
+    assert scattered(seen["every_microbatch"]) == cells * scattered(seen["last_microbatch"]) > 0
+    assert scattered(seen["last_microbatch"]) <= groups
+    others = [
+        {name: n for name, n in counts.items() if "reduce_scatter" not in name}
+        for counts in seen.values()
+    ]
+    assert others[0] == others[1]
+    assert relative_difference(*found.values()) < 1e-6
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_an_error_halfway_leaves_no_gradient_behind(trainer, two_ranks, ranks):
+    """Each rank fails in its second microbatch, the one of two tokens."""
+    actor, short = {1: trainer, 2: two_ranks}[ranks], [episode()] * ranks
+    long = [replace(e, token_ids=[7] * 30, token_logprobs=[-1.0] * 30) for e in short]
+    grid = make_grid([*long, *short], dp_degree=ranks, tokens_per_microbatch=33)
+    assert [[cell.streams["loss_mask"].sum() for cell in row] for row in grid.cells] == [
+        [30] * ranks,
+        [2] * ranks,
+    ]
+    fails = LossConfig(name="tests.algorithms.late_losses:raises")
+    fine = random_episodes(5, longest=9)
+    before = await gradients(actor, fine, dp_degree=ranks, budget=64)
+    with pytest.raises(ActorError, match="two tokens"):
+        await actor.gradients.call(grid, loss=fails)
+    after = await gradients(actor, fine, dp_degree=ranks, budget=64)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
 async def test_a_loss_that_fails_in_training_has_file_line_and_step_on_the_console(trainer):
     grid = make_grid([episode()], dp_degree=1, tokens_per_microbatch=64)
     loss = LossConfig(name="tests.algorithms.late_losses:raises")
@@ -350,7 +434,8 @@ async def test_a_loss_that_fails_in_training_has_file_line_and_step_on_the_conso
 
 
 async def test_the_reference_stays_and_reads_back_in_order(trainer, tiny_model):
-    """Its logprobs on two ranks are those the one-rank trainer starts with, episode by episode."""
+    """The reference's logprobs on two ranks are those of the one-rank trainer at its start, episode
+    by episode."""
     config = Reference.Config(parallelism=Parallelism(data_parallel_shard_degree=2), threads=1)
     reference = await spawn_reference(config, model=str(tiny_model))
     episodes = random_episodes(7, longest=30)
@@ -364,8 +449,39 @@ async def test_the_reference_stays_and_reads_back_in_order(trainer, tiny_model):
     await reference.stop()
 
 
+async def test_a_trainer_that_slept_computes_and_publishes_as_before(trainers):
+    """The ranks of the second mesh move their tensors, as on a GPU."""
+    cell = single(episode(token_ids=[4, 5, 6], token_logprobs=[-0.5] * 3))
+    # Converted, so that no snapshot looks at the weights' memory, as none looks at a GPU's: torch
+    # does not resize memory that NumPy has seen.
+    how = {"transport": "file", "dtype": torch.bfloat16}
+    for actor in trainers:
+        before = per_rank(await actor.logprobs.call(cell))
+        published = merge_handles(per_rank(await actor.publish_weights.call(**how)))
+        given_back = per_rank(await actor.sleep.call())
+        assert all(nbytes > -(2**24) for nbytes in given_back)
+        assert per_rank(await actor.sleep.call()) == [0] * len(given_back)
+        for call in (actor.logprobs.call(cell), actor.publish_weights.call()):
+            with pytest.raises(ActorError, match="the trainer is offloaded: call `wake` first"):
+                await call
+        with open_snapshot(published) as snapshot:  # it stays readable
+            snapshot.verify()
+        await actor.wake.call()
+        await actor.wake.call()
+        for one, other in zip(before, per_rank(await actor.logprobs.call(cell)), strict=True):
+            assert torch.equal(one[3:], other[3:])
+        again = merge_handles(per_rank(await actor.publish_weights.call(**how)))
+        assert [part.checksums for part in again.parts] == [
+            part.checksums for part in published.parts
+        ]
+        assert again.changed_bytes == 0
+
+
 async def test_metrics_of_two_ranks_merge_to_those_of_one(trainer, two_ranks):
-    episodes = with_echo(random_episodes(9, longest=20))
+    episodes = [
+        replace(e, echo_alpha=[50 * abs(alpha) for alpha in e.echo_alpha])
+        for e in with_echo(random_episodes(9, longest=20))
+    ]
     values = []
     for ranks, actor in ((1, trainer), (2, two_ranks)):
         grid = make_grid(episodes, dp_degree=ranks, tokens_per_microbatch=128)
@@ -377,6 +493,12 @@ async def test_metrics_of_two_ranks_merge_to_those_of_one(trainer, two_ranks):
         assert one == pytest.approx(two, rel=1e-4, abs=1e-6)
     assert values[0][0]["entropy/all/mean"] != values[0][1]["entropy/all/mean"]
     assert values[0][0]["grad_share/policy"] + values[0][0]["grad_share/echo"] == pytest.approx(1)
+    # From the first update on Echo has no more than its share, and the total is what is minimised.
+    first, second = values[0]
+    assert first["grad_share/echo"] == pytest.approx(0.2, abs=0.01)
+    assert second["grad_share/echo"] < 0.4
+    assert first["echo_factor"] < 0.2
+    assert first["loss/total"] == pytest.approx(first["loss/policy"] + first["loss/echo"])
 
 
 @pytest.mark.parametrize("scale", [0.02, 1.0, 50.0])
@@ -396,30 +518,47 @@ async def test_the_share_of_echo_is_about_that_of_its_gradient(trainer, scale):
         norms[term] = torch.cat([g.flatten() for g in found.values()]).norm().item()
     grid = make_grid(episodes, dp_degree=1, tokens_per_microbatch=128)
     logged = flatten(per_rank(await trainer.train_step.call(grid))[0])
-    exact = norms["echo"] / sum(norms.values())
-    # 0.005, 0.12 and 0.94 against 0.008, 0.25 and 0.91: an estimate, and the weights are random.
+    echo = logged["echo_factor"] * norms["echo"]
+    # Of alphas as they are: 0.005, 0.12 and 0.94 against 0.008, 0.25 and 0.91. It is an estimate,
+    # and the weights are random.
+    exact = echo / (echo + norms["policy"])
     assert logged["grad_share/echo"] == pytest.approx(exact, abs=0.2)
 
 
 async def test_a_resumed_trainer_goes_on_as_if_it_had_not_stopped(trainer, tiny_model, checkpoints):
-    grid = make_grid(random_episodes(6, longest=10), dp_degree=1, tokens_per_microbatch=4096)
+    episodes = with_echo(random_episodes(6, longest=10))
+    grid = make_grid(episodes, dp_degree=1, tokens_per_microbatch=4096)
 
     async def steps(actor, count):
         rows = [flatten((per_rank(await actor.train_step.call(grid)))[0]) for _ in range(count)]
         return [row | {"sync/blocked_seconds": 0.0} for row in rows]
 
+    folder = checkpoints / "one"
     await steps(trainer, 1)
-    await trainer.save.call(3)
+    # It is written beside the next steps, and of the state before them.
+    await trainer.hold_checkpoint.call("write_data")
+    await trainer.save.call(3, wait=False)
     expected = await steps(trainer, 2)
-    # A checkpoint that was cut off half-way (no .metadata yet) is passed over.
-    half = checkpoints / "one" / "step-9"
-    half.mkdir()
-    (half / "__0_0.distcp").write_bytes(b"half")
-    resumed = await start_trainer(tiny_model, checkpoints / "one", ranks=1, resume=True)
+    assert find_checkpoints(folder) == []
+    await trainer.write_on.call()
+    await trainer.save.call(3)
+    assert find_checkpoints(folder) == [3]
+    start = partial(start_trainer, tiny_model, folder, ranks=1, resume=True)
+    # One that is cut off half-way, when all its data and no .metadata is there, does not count.
+    doomed = await start(settings={"backend": STUDIED}, async_mode="async")
+    await doomed.actor.hold_checkpoint.call("finish")
+    await doomed.actor.save.call(9, wait=False)
+    while not list(folder.glob("step-9/*.distcp")):
+        await asyncio.sleep(0.01)
+    os.kill(doomed.processes[0].pid, signal.SIGKILL)
+    await doomed.stop()
+    assert find_checkpoints(folder) == [3]
+    resumed = await start()
+    assert not (folder / "step-9").exists()
     assert per_rank(await resumed.actor.steps_done.call()) == [3]
     assert await steps(resumed.actor, 2) == expected
+    assert len({row["echo_factor"] for row in expected}) == 2  # it goes on, too
     await resumed.stop()
-    shutil.rmtree(half)
 
 
 async def test_later_updates_of_a_batch_know_the_policy_it_started_with(trainer):
@@ -439,7 +578,7 @@ async def test_later_updates_of_a_batch_know_the_policy_it_started_with(trainer)
 
 
 async def test_every_rank_exports_the_tokens_it_trained(trainers, tokens_folder):
-    """One rank of those that share a model exports. Two updates of a step, and shared prompts."""
+    """Only one of the ranks that share a model exports; two updates of a step, shared prompts."""
     episodes = [
         replace(e, prompt_token_ids=[1, 2, 3], group_id=str(i // 3), name=f"{i // 3}/{i % 3}/0")
         for i, e in enumerate(random_episodes(12, longest=20, seed=8))

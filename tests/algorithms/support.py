@@ -28,5 +28,5 @@ def loss_inputs(
 
 
 def gradient(output, inputs):
-    """Of the loss, by each token's logprob."""
+    """Gradient of the loss by each token's logprob."""
     return torch.autograd.grad(output.loss_sum, inputs.logprobs)[0].tolist()

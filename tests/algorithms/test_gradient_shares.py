@@ -54,7 +54,7 @@ def test_shares_agree_with_a_backward_pass_for_every_term(alpha):
 
 
 def test_tokens_that_pull_in_opposite_directions_leave_little():
-    """Not a sum over tokens of norms: what cancels out in the weights does not count."""
+    """A share is no sum of norms over tokens: what cancels out in the weights does not count."""
     shares = GradientShares(["policy", "echo"], dim=2)
     hidden = torch.ones(4, 2, requires_grad=True)
     hidden.grad = torch.tensor([[1.0, 0.0], [-0.9, 0.0], [0.1, 0.0], [0.1, 0.0]])

@@ -2,6 +2,8 @@
 
 import itertools
 import math
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.algorithms.support import gradient, loss_inputs
+from tests.reads import counting
 from torchtitan_rl.algorithms.kl import ESTIMATORS
 from torchtitan_rl.algorithms.objective import batch_terms, mismatch, objective
 from torchtitan_rl.algorithms.policy_loss import LOSSES
@@ -33,7 +36,7 @@ def no_tokens():
 
 
 def tokens_of(rows, **changes):
-    """From rows of (t, o, g, ref, A, weight)."""
+    """Loss inputs from rows of (t, o, g, ref, A, weight)."""
     t, o, g, ref, advantages, weights = map(list, zip(*rows, strict=True)) if rows else [[]] * 6
     return loss_inputs(t, o=o, g=g, ref=ref, advantages=advantages, weights=weights, **changes)
 
@@ -250,7 +253,7 @@ def test_each_term_has_its_metric():
 
 
 def test_what_is_held_is_told_token_by_token():
-    """By the trust region, on t - o: 0.1, 0, -0.2, 0.1; by the correction, on o - g."""
+    """Held by the trust region, on t - o: 0.1, 0, -0.2, 0.1; or by the correction, on o - g."""
     clip = {"clip_low": 0.1, "clip_high": 0.05}
     plain = objective(LossConfig(name="cispo", kwargs=clip), tokens())
     assert plain.high.tolist() == [True, False, False, True]
@@ -293,3 +296,23 @@ def test_mismatch_is_zero_where_trainer_and_generator_agree_and_else_positive():
     assert apart["mismatch_kl"].tolist() == pytest.approx(kl)
     assert apart["mismatch"].tolist() == pytest.approx([0.0, 0.5, 0.5])
     assert not torch.cat(list(mismatch(loss_inputs(t, g=t)).values())).any()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("weight", ["off", "token", "sequence"])
+@pytest.mark.parametrize("mask", ["off", "geometric", "product"])
+def test_no_term_waits_for_a_gpu(name, weight, mask):
+    """Neither in the forward pass nor in the backward pass, if it is told how many sequences."""
+    correction = CorrectionConfig(
+        importance_weight=weight, sequence_mask=mask, token_mask="on", sequence_outliers="on"
+    )
+    kl = KLConfig(coef=0.1)
+    config = LossConfig(name=name, correction=correction, ref_kl=kl, rollout_kl=kl)
+    reads: Counter[str] = Counter()
+    with counting(reads):
+        inputs = replace(tokens(), sequences=2)
+        output = objective(config, inputs)
+        terms = batch_terms(output.terms, output.loss_sum, loss_tokens=4, echo_tokens=4)
+        sum(terms.values()).backward()
+    assert inputs.logprobs.grad is not None
+    assert reads == {}

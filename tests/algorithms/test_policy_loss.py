@@ -20,7 +20,7 @@ NAN = math.nan
 
 
 def token(ratio, advantage):
-    """One token with t = -1 and this ρ; its generator logprob must not matter."""
+    """Loss inputs of one token with t = -1 and this ρ; its generator logprob must not matter."""
     return loss_inputs([-1.0], o=[-1.0 - math.log(ratio)], g=[NAN], advantages=[advantage])
 
 
@@ -362,3 +362,6 @@ def test_sums_and_means_over_the_tokens_of_a_sequence(values, sequences, sums, m
     assert sequence_sums(per_token, ids).tolist() == sums
     inputs = loss_inputs(values, sequences=sequences)
     assert sequence_means(per_token, inputs.sequence_ids).tolist() == means
+    # Given their number, of which some may have no token here.
+    assert sequence_sums(per_token, ids, 5).tolist() == sums
+    assert sequence_means(per_token, ids, 5).tolist() == means

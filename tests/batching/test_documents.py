@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from torchtitan_rl.batching.documents import (
     Document,
-    needed,
     positions,
     predecessors,
     segment_ids,
@@ -141,32 +140,3 @@ def test_what_a_document_costs_is_the_count_of_the_visibility_matrix(row):
     tokens = tokens_of(row)
     assert sum(d.tokens for d in row) == len(tokens)
     assert sum(d.visible for d in row) == sum(sees(a, b) for a in tokens for b in tokens)
-
-
-@settings(deadline=None)
-@given(row=rows)
-def test_tokens_that_predict_or_are_seen_are_computed_and_no_others(row):
-    tokens = tokens_of(row)
-    where, shorter = needed(row)
-    seen = {
-        i for i, other in enumerate(tokens) if any(sees(t, other) for t in tokens if t != other)
-    }
-    before = predecessors(segments(row)).tolist()
-    predict = {i for (_, _, position), i in zip(tokens, before, strict=True) if position}
-    assert predict == seen  # it predicts the first of those that see it
-    if seen:
-        assert set(where.tolist()) == seen
-    else:
-        assert where.tolist() == list(range(len(tokens)))
-    assert [tokens[i] for i in where.tolist()] == tokens_of(shorter)
-
-
-def test_a_row_of_single_tokens_is_computed_whole():
-    where, documents = needed([Document(1), Document(1)])
-    assert (where.tolist(), documents) == ([0, 1], [Document(1), Document(1)])
-    assert needed([Document(1), Document(2)])[0].tolist() == [1]
-
-
-def test_a_branch_without_tokens_stays_one():
-    where, documents = needed([Document(3, (0, 2))])
-    assert (where.tolist(), documents) == ([0, 1, 2, 3], [Document(3, (0, 1))])

@@ -29,7 +29,7 @@ def routing(tokens, expert):
 
 
 def documents_of(episodes, *, dp_degree=1, budget=BUDGET, share_prompts=True):
-    """Of all cells, as (trunk, branches), the longest first."""
+    """Documents of all cells, as (trunk, branches), the longest first."""
     grid = make_grid(
         episodes,
         dp_degree=dp_degree,

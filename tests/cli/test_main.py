@@ -1,5 +1,6 @@
 """`torchtitan-rl`: its commands, and that none of them waits for torch before it must."""
 
+import signal
 import subprocess
 import sys
 
@@ -40,10 +41,28 @@ assert code == {code}, code
         ("train --config grpo_sum_digits_tiny --trainer.loss.name grop", 2),
         ("train --config grpo_sum_digits_tiny --steps many", 2),
         ("view nowhere", 2),
+        ("plan --config grpo_sum_digits_tiny --help", 0),
+        ("plan --config grpo_sum_digits_tiny --gpus 8xH1", 2),
     ],
 )
 def test_what_needs_no_torch_imports_none(command, code, tmp_path):
     assert imported(COMMAND.format(arguments=command.split(), code=code), cwd=tmp_path) == set()
+
+
+def test_ctrl_c_while_torch_is_imported_ends_quietly(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torchtitan_rl.train", "--config", "grpo_sum_digits_tiny"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "loading torch and Monarch ...\n"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) in ((-signal.SIGINT, ""), (130, ""))
+    assert not list(tmp_path.iterdir())
 
 
 def test_every_command_says_what_it_does(capsys):

@@ -1,6 +1,7 @@
 """The command line: a bad config is refused before any process starts, with what is allowed."""
 
 import json
+import os
 import re
 import shutil
 import sys
@@ -10,9 +11,13 @@ from pathlib import Path
 import pytest
 
 from torchtitan_rl.cli import train
-from torchtitan_rl.observability.run_folder import RunFolderError
+from torchtitan_rl.config.resume import fixed_settings
+from torchtitan_rl.observability.run_folder import RunFolder, RunFolderError
+from torchtitan_rl.observability.run_lock import RunLock
 from torchtitan_rl.run import launch
+from torchtitan_rl.run.actor_set import place_actors
 from torchtitan_rl.run.checks import resolved
+from torchtitan_rl.run.fork import resolve_fork
 from torchtitan_rl.run.warm_start import supervised
 
 ROOT = Path(__file__).parents[2]
@@ -86,7 +91,7 @@ class Started(BaseException):
 def folder(tmp_path, tiny_model, monkeypatch):
     """A working directory with recipes and a model, where starting the run raises instead."""
 
-    async def start(config):
+    async def start(config, lock):
         raise Started
 
     (tmp_path / "config_registry.py").write_text(REGISTRY)
@@ -119,8 +124,8 @@ def refusal(capsys):
     return run
 
 
-def change_model(folder, **changes):
-    file = folder / "model" / "config.json"
+def change_model(folder, *, name="model", **changes):
+    file = folder / name / "config.json"
     config = json.loads(file.read_text()) | changes
     file.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
 
@@ -147,6 +152,33 @@ def test_a_doubtful_config_starts_with_a_note(arguments, note, capsys):
     with pytest.raises(Started):
         train.main(["--config", "tiny", *arguments.split()])
     assert note in re.sub(r"\s+", " ", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "gpus"),
+    [
+        ("", ["0", "1", "2"]),
+        ("--placement colocated", ["0", "0", "0"]),
+        (
+            "--placement colocated --generator.tensor_parallel_degree 2"
+            " --trainer.parallelism.data_parallel_shard_degree 2",
+            ["0,1", "0,1", "0"],
+        ),
+        (
+            "--placement colocated --generator.replicas 2"
+            " --trainer.parallelism.data_parallel_shard_degree 2",
+            ["0,1", "0", "1", "0"],
+        ),
+    ],
+)
+def test_colocated_actors_get_the_same_gpus(arguments, gpus):
+    """In the order trainer, generators, reference."""
+    parts = ["--config", "tiny", "--trainer.loss.ref_kl.coef", "0.1", *arguments.split()]
+    config = resolved(train.parse(parts))
+    placed = place_actors(config)
+    actors = [placed.trainer, *placed.generators, placed.reference]
+    assert [",".join(map(str, actor.gpus)) for actor in actors] == gpus
+    assert config.generator.engine.can_sleep == (config.placement == "colocated")
 
 
 def test_what_a_loss_needs_is_switched_on():
@@ -222,6 +254,21 @@ def test_the_list_of_recipes(capsys):
         ("--trainer.optimizer.betas 0.9 1.0", ["optimizer.betas must lie in [0, 1)"]),
         ("--trainer.max_grad_norm 0", ["trainer.max_grad_norm must be positive"]),
         ("--trainer.parallelism.tensor_parallel_degree 3", ["3 does not divide", "heads (4)"]),
+        (
+            "--trainer.parallelism.expert_parallel_degree 2",
+            ["expert_parallel_degree (2) must divide", "data_parallel_shard_degree (1)"],
+        ),
+        (
+            "--trainer.parallelism.expert_parallel_degree 2 "
+            "--trainer.parallelism.data_parallel_shard_degree 2",
+            ["trainer expert parallelism is 2, but the model has no experts"],
+        ),
+        (
+            "--trainer.parallelism.expert_parallel_degree 2 "
+            "--trainer.parallelism.data_parallel_shard_degree 2 "
+            "--trainer.parallelism.tensor_parallel_degree 2",
+            ["expert_parallel_degree works without tensor parallelism only"],
+        ),
         ("--generator.tensor_parallel_degree 4", ["generator tensor parallelism", "heads (2)"]),
         ("--trainer.loss.name grop", ["unknown loss 'grop'; did you mean 'grpo'"]),
         ("--trainer.loss.name dpo", ["did you mean 'dppo'", "cispo", "gspo", "reinforce"]),
@@ -272,9 +319,18 @@ def test_the_list_of_recipes(capsys):
         ("--rollout.grader.timeout_seconds 0", ["rollout.grader.timeout_seconds must be"]),
         ("--model nowhere", ["no config.json in", "nowhere", "model"]),
         ("--model=", ["model is empty"]),
-        ("--resume", ["--resume found no run", "--run_name"]),
+        ("--resume", ["--resume needs the --run_name", "There are no runs in outputs"]),
         ("--resume --run_name lost", ["--resume found no run in outputs/lost"]),
-        ("--stepz 3", ["Unrecognized options: --stepz", "--steps"]),
+        ("--stepz 3", ["there is no setting --stepz: did you mean --steps", "--help lists"]),
+        ("--learning_rate 1e-4", ["--learning_rate: did you mean --trainer.optimizer.lr?"]),
+        ("--fork_from lost", ["--fork_from: there is no run 'lost'. There are no runs in outputs"]),
+        ("3 --foo", ["there is no setting --foo ("]),
+        ("wide", ["unexpected argument 'wide'"]),
+        (r"--model C:\[models]\x", [r"C:\\[models]\\x'"]),  # as Python writes a backslash
+        (
+            "--output_dir model/config.json --run_name x",
+            ["model/config.json/x cannot be written to (Not a directory): choose another --output"],
+        ),
         ("--steps many", ["--steps", "'many'"]),
         ("--trainer.dtype float16", ["--trainer.dtype", "'auto', 'float32', 'bfloat16'"]),
         ("--trainer.weight_sync.transport pigeon", ["weight_sync.transport", "'shm', 'rdma'"]),
@@ -314,6 +370,74 @@ def test_an_existing_run_is_not_overwritten(refusal, folder):
     assert "outputs/old already holds a run: continue it with --resume" in answer
     with pytest.raises(Started):
         train.main(["--config", "tiny", "--run_name", "old", "--resume"])
+
+
+def test_a_run_that_goes_on_is_neither_resumed_nor_replaced(refusal, folder):
+    (folder / "outputs" / "old").mkdir(parents=True)
+    (folder / "outputs" / "old" / "config.json").write_text("{}")
+    (folder / "outputs" / "old" / "metrics.jsonl").write_text('{"step": 0}\n')
+    lock = RunLock(folder / "outputs" / "old")
+    lock.acquire()
+    for more in ([], ["--resume"]):
+        answer = refusal("--config", "tiny", "--run_name", "old", *more)
+        assert f"a run is going on in outputs/old, by process {os.getpid()} on" in answer
+        assert "--resume" not in answer.partition("since")[0]
+    lock.release()
+    assert (folder / "outputs" / "old" / "metrics.jsonl").read_text()
+    with pytest.raises(Started):
+        train.main(["--config", "tiny", "--run_name", "old", "--resume"])
+
+
+def a_run(folder, name, *, steps=(), model="model", **settings):
+    """The folder of a run, with its settings and checkpoints of these steps."""
+    path = folder / "outputs" / name
+    (path / "logs").mkdir(parents=True)
+    started = {"model": model, "starting_model": str(folder / "model"), **settings}
+    (path / "config.json").write_text(json.dumps(started))
+    for step in steps:
+        (path / "checkpoints" / f"step-{step}").mkdir(parents=True)
+        (path / "checkpoints" / f"step-{step}" / ".metadata").touch()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("lost", "--fork_from: there is no run 'lost'. Runs in outputs: "),
+        ("new", "--fork_from: outputs/new has no checkpoint yet"),
+        ("old@3", "outputs/old has no checkpoint of step 3; it has those of 2, 4 (checkpoint.keep"),
+        ("old@x", "there is no run 'old@x'"),
+        ("done", "steps (100) must be more than the 100 steps that outputs/done has done"),
+        ("big", "checkpoint of outputs/big is of another model than model: hidden_size 8, not"),
+    ],
+)
+def test_a_fork_that_cannot_be_is_refused(refusal, folder, source, said):
+    a_run(folder, "new")
+    a_run(folder, "old", steps=(2, 4))
+    a_run(folder, "done", steps=(100,))
+    shutil.copytree(folder / "model", folder / "big")
+    change_model(folder, name="big", hidden_size=8)
+    a_run(folder, "big", steps=(2,), starting_model=str(folder / "big"))
+    assert said in refusal("--config", "tiny", "--run_name", "mine", "--fork_from", source)
+    assert not (folder / "outputs" / "mine").exists()
+
+
+def test_a_fork_takes_the_model_in_place_of_a_warm_start_and_is_resumed_by_the_same_command(folder):
+    a_run(folder, "old", steps=(2, 4), model="")
+    command = ["--config", "warm", "--run_name", "mine"]
+    for given in ("old", "old@4", "outputs/old"):
+        forked = resolve_fork(train.parse([*command, "--fork_from", given]))
+        assert (forked.fork_from, forked.model) == ("old@4", str(folder / "model"))
+    a_run(folder, "mine", **{"fork_from": "old@4", "model": str(folder / "model")})
+    for again in ([], ["--fork_from", "old"], ["--fork_from", "outputs/old@4"]):
+        resumed = resolve_fork(train.parse([*command, *again, "--resume"]))
+        assert (resumed.fork_from, resumed.model) == ("old@4", str(folder / "model"))
+    other = resolve_fork(train.parse([*command, "--fork_from", "old@2", "--resume"]))
+    assert other.fork_from == "old@2"  # which is refused, as a setting that is fixed
+    with pytest.raises(RunFolderError, match="cannot change fork_from: old@4 → old@2"):
+        RunFolder(folder / "outputs" / "mine", resume=True).changes(
+            other.to_dict(), fixed=fixed_settings(other)
+        )
 
 
 @pytest.mark.parametrize(

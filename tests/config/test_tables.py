@@ -46,7 +46,7 @@ def test_what_is_known_of_a_built_in_advantage_is_true(name):
 
 
 def test_what_is_known_of_a_built_in_backend_is_true():
-    runtime = {"self", "config", "model", "seed", "steps", "keep"}
+    runtime = {"self", "config", "model", "seed", "steps", "keep", "async_mode"}
     runtime |= {"checkpoint_folder", "tokens_folder", "weights_folder"}
     generators = [
         (GENERATOR_BACKENDS[name], actor_backends.generator_class(GeneratorConfig(backend=name)))

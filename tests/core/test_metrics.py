@@ -1,13 +1,15 @@
 """Metrics: merging is associative and does not care how the values were split."""
 
 import statistics
-from dataclasses import replace
+from collections import Counter
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.reads import counting
 from tests.support import PROMPT, a_rollout, scored_group
 from torchtitan_rl.config import AdvantageConfig
 from torchtitan_rl.core.metrics import (
@@ -16,6 +18,7 @@ from torchtitan_rl.core.metrics import (
     Same,
     Sum,
     by_task,
+    fetch_numbers,
     flatten,
     merge_metrics,
 )
@@ -194,6 +197,7 @@ def test_evaluations_name_tasks_only_if_there_are_several():
     assert two["eval/accuracy"] == pytest.approx(2 / 3)
     assert two["eval/accuracy/sums"] == 0.5
     assert two["eval/reward/words"] == 1.0
+    assert [two[f"eval/prompts{of}"] for of in ("", "/sums", "/words")] == [3, 2, 1]
 
 
 def test_no_rollouts_give_no_metrics():
@@ -236,3 +240,59 @@ def test_a_single_task_is_measured_once(monkeypatch):
     flat = flatten(by_task({"x": torch.ones(3)}, ["sums"] * 3, torch.tensor([0, 1, 2])))
     assert flat["x/all/mean"] == flat["x/sums/mean"] == 1.0
     assert len(calls) == 1
+
+
+@dataclass
+class Count:
+    """A metric of a user's own."""
+
+    count: int
+
+    def merge(self, other):
+        return Count(self.count + other.count)
+
+    def values(self):
+        return {"": float(self.count)}
+
+
+class Plain:
+    """A metric that is no dataclass."""
+
+
+def test_numbers_are_fetched_as_they_are_and_all_together():
+    """Each is what `item` would have given, also a float32 and a count; the rest stays."""
+    values, plain = torch.tensor([0.1, -0.7, 1e-8]), Plain()
+    first = {
+        "loss": Mean(values.sum(), 3.0),
+        "share": Mean((values > 0).sum(), 3.0),
+        "entropy": Distribution.of(values),
+        "rate": Same(0.25),
+    }
+    second = {"loss": Mean(torch.tensor([2.5], dtype=torch.bfloat16, requires_grad=True), 1.0)}
+    reads: Counter[str] = Counter()
+    with counting(reads):
+        fetched = fetch_numbers([first, {}, second, {"count": Count(3), "plain": plain}])
+    assert reads == {"core/metrics.py _read (tolist)": 1}
+    assert fetched == [
+        {
+            "loss": Mean(values.sum().item(), 3.0),
+            "share": Mean(2, 3.0),
+            "entropy": Distribution.of(values.tolist()),
+            "rate": Same(0.25),
+        },
+        {},
+        {"loss": Mean(2.5, 1.0)},
+        {"count": Count(3), "plain": plain},
+    ]
+    for metrics in fetched:
+        for value in flatten({k: v for k, v in metrics.items() if k != "plain"}).values():
+            assert type(value) is float
+
+
+def test_tensors_merge_like_the_numbers_in_them():
+    """Nobody has to fetch first: it only is slower."""
+    parts = [torch.tensor([1.0, 5.0]), torch.tensor([3.0])]
+    lazy = merge_metrics({"x": Distribution.of(p), "y": Mean(p.sum(), len(p))} for p in parts)
+    exact = {"x": Distribution.of([1.0, 5.0, 3.0]), "y": Mean(9.0, 3.0)}
+    assert flatten(lazy) == flatten(exact)
+    assert all(type(value) is float for value in flatten(lazy).values())

@@ -151,6 +151,9 @@ def test_the_notebook_trains_a_step_that_does_what_it_says(tmp_path):
         [sys.executable, Path(__file__).with_name("run_notebook.py"), NOTEBOOK, *wanted],
         cwd=tmp_path,
         env={**os.environ, "MPLBACKEND": "Agg"},
+        # Its actors have a thread for each core: here one, because two test processes share the
+        # cores.
+        preexec_fn=lambda: os.sched_setaffinity(0, {max(os.sched_getaffinity(0))}),
         capture_output=True,
         text=True,
         timeout=280,

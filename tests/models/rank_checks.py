@@ -1,19 +1,21 @@
-"""One of four processes that form groups of gloo ranks: all four, then two of them, then one alone.
+"""A process of four that form groups of gloo ranks: all four, then two of them, then one alone.
 
     python -m tests.models.rank_checks FOLDER
 
-Starting a rank takes longer than all that is checked, so the groups follow one another. FOLDER has
-`task.pickle`, a `Task`; rank 0 writes `found.pickle`, a `Found`.
+The ranks check by themselves what they publish, and what they move to host memory. Starting a rank
+takes longer than all that is checked, so the groups follow one another. FOLDER has `task.pickle`, a
+`Task`; rank 0 writes `found.pickle`, a `Found`.
 """
 
 import contextlib
 import os
 import pickle
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -22,9 +24,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tests.models.support import forward
+from tests.reads import counting
 from torchtitan_rl.config.parallelism import Parallelism
+from torchtitan_rl.config.trainer import Checkpointing, GradientSync
 from torchtitan_rl.models.checkpoint import load_hf
-from torchtitan_rl.models.parallel import build_parallel_model
+from torchtitan_rl.models.offload import HostMemory
+from torchtitan_rl.models.parallel import build_parallel_model, expect_backward
 from torchtitan_rl.models.router_replay import find_routers, replay_routing
 from torchtitan_rl.models.shards import LocalWeights
 from torchtitan_rl.models.spec import model_spec
@@ -32,13 +37,33 @@ from torchtitan_rl.weight_sync.handle import merge_handles
 from torchtitan_rl.weight_sync.reading import open_snapshot
 from torchtitan_rl.weight_sync.transport import make_publisher
 
-PUBLISHED = {
-    4: ((1, 4, 1), (1, 2, 2), (2, 2, 1)),
-    2: ((1, 2, 1), (1, 1, 2), (2, 1, 1)),
-    1: ((1, 1, 1),),
+Degrees = tuple[int, int, int, int]
+"""Degrees of replication, sharding, tensor parallelism and expert parallelism."""
+PUBLISHED: dict[str, dict[int, tuple[Degrees, ...]]] = {
+    "tiny": {
+        4: ((1, 4, 1, 1), (1, 2, 2, 1), (2, 2, 1, 1)),
+        2: ((1, 2, 1, 1), (1, 1, 2, 1), (2, 1, 1, 1)),
+        1: ((1, 1, 1, 1),),
+    },
+    "moe": {
+        4: ((1, 4, 1, 1), (1, 2, 2, 1), (2, 2, 1, 1), (1, 4, 1, 2), (2, 2, 1, 2)),
+        2: ((1, 2, 1, 1), (1, 1, 2, 1), (2, 1, 1, 1), (1, 2, 1, 2)),
+        1: ((1, 1, 1, 1),),
+    },
 }
-"""By number of ranks: degrees of replication, sharding and tensor parallelism."""
-REPLAYED = {"sharded": (1, 2, 1), "tensor parallel": (1, 1, 2)}
+"""What is published, by model and number of ranks."""
+REPLAYED: dict[str, Degrees] = {
+    "sharded": (1, 2, 1, 1),
+    "tensor parallel": (1, 1, 2, 1),
+    "expert parallel": (1, 2, 1, 2),
+}
+"""How routing is replayed on two ranks."""
+ACCUMULATED: dict[str, tuple[Degrees, Checkpointing]] = {
+    "copies": ((2, 2, 1, 1), "none"),
+    "experts": ((1, 4, 1, 2), "selective"),
+    "experts of copies": ((2, 2, 1, 2), "full"),
+}
+"""How the gradients of several microbatches are added up on four ranks."""
 
 
 @dataclass(slots=True)
@@ -51,16 +76,30 @@ class Task:
     """[rows, length]"""
     routing: torch.Tensor
     """[rows * length, layers with experts, top_k] experts to replay in the model named `moe`."""
+    microbatches: list[torch.Tensor]
+    """[1, length] tokens each; dealt out to the ranks in turn, the same number to all."""
 
 
 @dataclass(slots=True)
 class Found:
     """What rank 0 has seen."""
 
-    shares: dict[tuple[str, tuple[int, int, int]], float] = field(default_factory=dict)
+    shares: dict[tuple[str, Degrees], float] = field(default_factory=dict)
     """Largest share of the bytes that one rank has published, by model and degrees."""
     replays: dict[str, Any] = field(default_factory=dict)
     """Chosen experts, logits and gradients, by a name in REPLAYED."""
+    accumulated: dict[tuple[str, GradientSync], "Accumulated"] = field(default_factory=dict)
+    """By a name in ACCUMULATED, and when gradients were added up."""
+
+
+@dataclass(slots=True)
+class Accumulated:
+    """The gradient of several microbatches."""
+
+    gradients: dict[str, torch.Tensor]
+    norm: float
+    collectives: Counter[str]
+    """Number of calls of each collective on rank 0."""
 
 
 @contextlib.contextmanager
@@ -72,16 +111,19 @@ def group_of(size: int, folder: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def parallel_model(folder: str, degrees: tuple[int, int, int]) -> tuple[nn.Module, LocalWeights]:
+def parallel_model(
+    folder: str, degrees: Degrees, activation_checkpoint: Checkpointing = "full"
+) -> tuple[nn.Module, LocalWeights]:
     spec = model_spec(folder)
-    replicate, shard, tensor_parallel = degrees
+    replicate, shard, tensor_parallel, expert_parallel = degrees
     parallelism = Parallelism(
         data_parallel_replicate_degree=replicate,
         data_parallel_shard_degree=shard,
         tensor_parallel_degree=tensor_parallel,
+        expert_parallel_degree=expert_parallel,
     )
     model, _ = build_parallel_model(
-        spec, parallelism, dtype="float32", activation_checkpoint="full"
+        spec, parallelism, dtype="float32", activation_checkpoint=activation_checkpoint
     )
     adapter = spec.state_dict_adapter(spec.model, folder)
     weights = LocalWeights(model, spec, adapter)
@@ -89,25 +131,26 @@ def parallel_model(folder: str, degrees: tuple[int, int, int]) -> tuple[nn.Modul
     return model, weights
 
 
-def check_published(folder: str, degrees: tuple[int, int, int]) -> float:
+def check_published(folder: str, degrees: Degrees) -> float:
     """Put together, what the ranks publish is the model, to the byte. Returns the largest share of
     one rank."""
     model, weights = parallel_model(folder, degrees)
-    publisher = make_publisher("shm")
+    publishers = [make_publisher("shm"), make_publisher("collective")]
     expected = load_file(folder + "/model.safetensors")
     expected.pop("lm_head.weight", None)
 
     def assert_published(times: int) -> list[Any]:
-        handle = publisher.publish(weights.shards(), version=0)
-        handles: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(handles, handle)
-        if dist.get_rank() == 0:
-            with open_snapshot(merge_handles(handles)) as snapshot:
-                read = dict(snapshot.tensors())
-                assert read.keys() == expected.keys(), read.keys() ^ expected.keys()
-                for name, tensor in expected.items():
-                    assert torch.equal(read[name], times * tensor), (degrees, name)
-        dist.barrier()
+        for publisher in publishers:
+            handle = publisher.publish(weights.shards(), version=0)
+            handles: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(handles, handle)
+            if dist.get_rank() == 0:
+                with open_snapshot(merge_handles(handles)) as snapshot:
+                    read = dict(snapshot.tensors())
+                    assert read.keys() == expected.keys(), read.keys() ^ expected.keys()
+                    for name, tensor in expected.items():
+                        assert torch.equal(read[name], times * tensor), (degrees, name)
+            dist.barrier()
         return handles
 
     with torch.no_grad():
@@ -122,16 +165,55 @@ def check_published(folder: str, degrees: tuple[int, int, int]) -> float:
             local.data = 2 * local.data
         assert_published(4)
         assert not any(a is b for a, b in zip(shards, weights.shards(), strict=True))
-    publisher.close()
+    for publisher in publishers:
+        publisher.close()
     sizes = [handle.nbytes for handle in handles]
     return max(sizes) / sum(sizes)
+
+
+def check_offload(folder: str, degrees: Degrees) -> None:
+    """A model whose weights and optimizer states were in host memory between two steps trains and
+    publishes like one that kept them, to the bit."""
+    trained = []
+    for moves in (False, True):
+        model, weights = parallel_model(folder, degrees)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        memory, publisher = HostMemory(), make_publisher("shm")
+        for step in range(3):
+            if moves and step:
+                tensors = [*model.parameters(), *states_of(optimizer)]
+                held = [local(tensor).untyped_storage() for tensor in tensors]
+                memory.offload(tensors)
+                assert not any(storage.nbytes() for storage in held)
+                memory.restore()
+            forward(model, torch.arange(12).view(1, 12)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            # Converted: torch does not resize memory that NumPy has seen.
+            handle = publisher.publish(weights.shards(), step, dtype=torch.bfloat16)
+        # What the snapshot holds is found out by the checksums that go with it.
+        trained.append([handle.parts[0].checksums, *(full(p).clone() for p in model.parameters())])
+        publisher.close()
+        dist.barrier()
+    (one, *kept), (other, *moved) = trained
+    assert one == other
+    assert all(map(torch.equal, kept, moved))
+
+
+def states_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def replay(task: Task, degrees: tuple[int, int, int]) -> tuple[Any, torch.Tensor, dict[str, Any]]:
+def replay(task: Task, degrees: Degrees) -> tuple[Any, torch.Tensor, dict[str, Any]]:
     """Chosen experts, logits and gradients of the model with experts."""
     model, _ = parallel_model(task.folders["moe"], degrees)
     chosen: list[torch.Tensor] = []
@@ -140,25 +222,60 @@ def replay(task: Task, degrees: tuple[int, int, int]) -> tuple[Any, torch.Tensor
     with replay_routing(model, task.routing):
         logits = full(forward(model, task.tokens))
         logits.log_softmax(-1)[..., 7].sum().backward()
-    gradients = {
+    return chosen, logits.detach(), gradients_of(model)
+
+
+def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {
         name.replace("_checkpoint_wrapped_module.", ""): full(parameter.grad).clone()
         for name, parameter in model.named_parameters()
     }
-    return chosen, logits.detach(), gradients
+
+
+def accumulate(task: Task, name: str) -> Iterator[tuple[GradientSync, Accumulated]]:
+    """The gradient of all microbatches of all ranks, added up in either way; and an optimizer step
+    by it."""
+    # Not before torchtitan_rl.models has prepared for it.
+    from torchtitan.components.optimizer import default_adamw
+    from torchtitan.distributed.utils import clip_grad_norm_
+
+    degrees, activation_checkpoint = ACCUMULATED[name]
+    model, _ = parallel_model(task.folders["moe"], degrees, activation_checkpoint)
+    own = task.microbatches[dist.get_rank() :: dist.get_world_size()]
+    parameters, experts = list(model.parameters()), degrees[-1] > 1
+    for sync in get_args(GradientSync):
+        collectives: Counter[str] = Counter()
+        with counting(Counter(), collectives):
+            for number, tokens in enumerate(own, 1):
+                expect_backward(model, last=number == len(own), sync=sync)
+                forward(model, tokens).log_softmax(-1)[..., 7].sum().backward()
+        found = gradients_of(model)
+        norm = clip_grad_norm_(parameters, 1.0, foreach=True, ep_enabled=experts).item()
+        yield sync, Accumulated(found, norm, collectives)
+        if sync == "last_microbatch":
+            default_adamw(lr=1e-3).build(model_parts=[model]).step()
+            assert all(full(parameter).isfinite().all() for parameter in parameters)
+        model.zero_grad()
 
 
 def main(folder: Path) -> None:
     torch.autograd.set_multithreading_enabled(False)
     task: Task = pickle.loads((folder / "task.pickle").read_bytes())
     found = Found()
-    for size, published in PUBLISHED.items():
+    for size in (4, 2, 1):
         if int(os.environ["RANK"]) >= size:
             return
         with group_of(size, folder):
             for name, model in task.folders.items():
-                for degrees in published:
+                for degrees in PUBLISHED[name][size]:
                     found.shares[name, degrees] = check_published(model, degrees)
+            if size == 4:
+                for name in ACCUMULATED:
+                    for sync, accumulated in accumulate(task, name):
+                        found.accumulated[name, sync] = accumulated
             if size == 2:
+                for degrees in REPLAYED.values():
+                    check_offload(task.folders["moe" if degrees[-1] > 1 else "tiny"], degrees)
                 for name, degrees in REPLAYED.items():
                     found.replays[name] = replay(task, degrees)
     (folder / "found.pickle").write_bytes(pickle.dumps(found))

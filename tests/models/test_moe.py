@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from torchtitan.distributed.activation_checkpoint import FullAC
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from transformers import AutoModelForCausalLM
 
 from tests.models.support import forward, selected_experts, titan_model
@@ -160,6 +160,14 @@ def test_tensor_parallelism_must_divide_the_experts():
         check_parallelism({**CONFIG, "moe_intermediate_size": 95}, tensor_parallel=2, who="trainer")
 
 
+def test_expert_parallelism_must_divide_the_number_of_experts():
+    check_parallelism(CONFIG, tensor_parallel=1, expert_parallel=4, who="trainer")
+    with pytest.raises(ValueError, match=r"trainer expert parallelism of 3 .* num_experts \(8\)"):
+        check_parallelism(CONFIG, tensor_parallel=1, expert_parallel=3, who="trainer")
+    with pytest.raises(ValueError, match="the model has no experts"):
+        check_parallelism(TINY_QWEN3, tensor_parallel=1, expert_parallel=2, who="trainer")
+
+
 def test_a_dense_model_has_no_routing_to_return():
     check_experts(CONFIG, setting="some.setting")
     with pytest.raises(ValueError, match=r"some\.setting is on, but .* no experts; switch it off"):
@@ -169,17 +177,17 @@ def test_a_dense_model_has_no_routing_to_return():
 # ---- replay -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recompute", [False, True], ids=["plain", "activation checkpointing"])
+@pytest.mark.parametrize("recompute", [None, FullAC, SelectiveAC])
 def test_replay_selects_exactly_and_the_gate_learns(model, recompute):
     if recompute:
-        FullAC.Config().build(dump_folder="").apply(model)
+        recompute.Config().build(dump_folder="").apply(model)
     routing, seen = any_routing(), []
     for router in find_routers(model):
         router.register_forward_hook(lambda _, __, output: seen.append(output[1].flatten(0, 1)))
     with replay_routing(model, routing.to(torch.uint8)):
         forward(model, TOKENS).log_softmax(-1)[..., 7].sum().backward()
     # Layer 0 is dense: the two columns are layers 1 and 2, and once more on the way back.
-    expected = [routing[:, 0], routing[:, 1]] + [routing[:, 1], routing[:, 0]] * recompute
+    expected = [routing[:, 0], routing[:, 1]] + [routing[:, 1], routing[:, 0]] * bool(recompute)
     assert len(seen) == len(expected)
     assert all(torch.equal(a, b) for a, b in zip(seen, expected, strict=True))
     for router in find_routers(model):

@@ -89,6 +89,21 @@ def test_the_summary_compares_the_first_evaluation_with_the_last(tmp_path, capsy
     ]
 
 
+def test_the_summary_tells_a_change_from_chance(tmp_path, capsys):
+    before = {"eval/accuracy": 0.415, "eval/reward": 0.5, "eval/prompts": 200}
+    after = {"eval/accuracy": 0.845, "eval/reward": 0.9, "eval/prompts": 200}
+    tasks = {"eval/accuracy/sums": 0.5, "eval/prompts/sums": 40}
+    rows = [{"step": 0} | before | tasks, {"step": 1} | after | tasks]
+    printed = summary(tmp_path, rows, capsys)
+    table = [line.split("│")[1:-1] for line in printed.splitlines() if "%" in line]
+    assert [[cell.strip() for cell in line] for line in table if line] == [
+        ["accuracy", "41.5% (35–48)", "84.5% (79–89)", "+43.0 points (+34 to +51)"],
+        ["accuracy/sums", "50.0% (35–65)", "50.0% (35–65)", "+0.0 points (-21 to +21)"],
+    ]
+    assert "in brackets: 95 % intervals" in printed
+    assert "prompts/sums" not in printed
+
+
 @pytest.mark.parametrize(
     ("before", "after", "row"),
     [

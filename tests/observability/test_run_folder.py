@@ -1,10 +1,17 @@
 """outputs/<run>/: where things are, what may be resumed, what changed."""
 
 import json
+import os
+import shutil
 
 import pytest
 
-from torchtitan_rl.observability.run_folder import RunFolder, RunFolderError
+from torchtitan_rl.observability.run_folder import (
+    RunFolder,
+    RunFolderError,
+    describe_runs,
+    find_checkpoints,
+)
 
 CONFIG = {"steps": 10, "resume": False, "trainer": {"optimizer": {"lr": 0.1, "betas": [0.9, 0.99]}}}
 
@@ -61,6 +68,21 @@ def test_resuming_what_does_not_exist_is_an_error(path):
         RunFolder(path, resume=True)
 
 
+def test_resuming_what_does_not_exist_names_the_runs_there_are(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert describe_runs("outputs") == "There are no runs in outputs"
+    existing_run(path.parent / "old")
+    existing_run(path.parent / "new")
+    os.utime(path.parent / "old" / "config.json", (0, 0))
+    (path.parent / "models").mkdir()
+    (path.parent / "models" / "config.json").write_text("{}")  # a model, and no run
+    with pytest.raises(RunFolderError, match=r"Runs in outputs: new, old$"):
+        RunFolder(path, resume=True)
+    for number in range(10):
+        existing_run(path.parent / f"more-{number}")
+    assert describe_runs("outputs").endswith(", more-0, and 2 more")
+
+
 def test_errors_name_the_folder_from_where_the_user_is(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RunFolderError, match="found no run in outputs/run:"):
@@ -108,6 +130,44 @@ def test_resuming_refuses_to_change_what_the_run_computes(path, change, says):
             {**started, **change}, fixed=("seed", "task", "trainer.optimizer")
         )
     assert (path / "config.json").read_text() == before
+
+
+def test_a_refusal_says_what_may_change_and_how_to_change_the_rest(path, monkeypatch):
+    monkeypatch.chdir(path.parents[1])
+    RunFolder(path, resume=False).create({**CONFIG, "seed": 0})
+    with pytest.raises(
+        RunFolderError,
+        match=r"seed: 0 → 1\. It may change steps, log\.\*\. For anything else start a new run "
+        r"from its checkpoint: --fork_from outputs/run --run_name <new name>, without --resume$",
+    ):
+        RunFolder(path, resume=True).changes(
+            {**CONFIG, "seed": 1}, fixed=["seed"], free=["steps", "log.*"]
+        )
+
+
+def test_the_model_that_a_run_started_from_is_written_and_is_no_setting(path, tmp_path):
+    RunFolder(path, resume=False).create(CONFIG, model=tmp_path / "model")
+    folder = RunFolder(path, resume=True)
+    assert folder.read_config() == {**CONFIG, "starting_model": str(tmp_path / "model")}
+    assert folder.changes(CONFIG) == []
+
+
+def test_a_checkpoint_is_taken_over_whole_and_survives_its_source(path, tmp_path):
+    source = tmp_path / "source"
+    (source / "checkpoints" / "step-4").mkdir(parents=True)
+    for name in (".metadata", "__0_0.distcp"):
+        (source / "checkpoints" / "step-4" / name).write_text(name)
+    folder = RunFolder(path, resume=False)
+    for half_done in (".copy-4", "step-4"):  # by a process that was killed
+        (folder.checkpoints / half_done).mkdir(parents=True)
+    folder.copy_checkpoint(source, 4)
+    folder.copy_checkpoint(source, 4)
+    shutil.rmtree(source)
+    assert find_checkpoints(folder.checkpoints) == [4]
+    [copied] = folder.checkpoints.iterdir()
+    assert (copied / "__0_0.distcp").read_text() == "__0_0.distcp"
+    with pytest.raises(RunFolderError, match=r"checkpoint step-2 of .*source cannot be copied"):
+        folder.copy_checkpoint(source, 2)
 
 
 def test_resuming_refuses_arguments_the_loss_did_not_have(path):

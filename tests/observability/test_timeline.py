@@ -10,7 +10,7 @@ from torchtitan_rl.view.lines import parse, tail
 
 
 def read(path):
-    """As viewers do: a list that may lack its end."""
+    """Read a timeline as viewers do: a list that may lack its end."""
     return json.loads(path.read_text().rstrip().rstrip(",]") + "]")
 
 
@@ -84,7 +84,7 @@ def test_a_killed_run_goes_on_and_ends_in_order(tmp_path):
 
 
 def test_a_reader_that_follows_misses_nothing_and_sees_nothing_twice(tmp_path):
-    """As the page does, from before a run ends to after it is resumed."""
+    """The reader follows as the page does, from before a run ends to after it is resumed."""
     path, cursor, seen = tmp_path / "timeline.json", "", []
 
     def follow():

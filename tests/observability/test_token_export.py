@@ -27,7 +27,7 @@ LISTS = (
 
 
 def columns(cell, old=None):
-    """As if the logprob of a token were its id's, its entropy 0.5, and every third clipped."""
+    """Columns of made-up values: logprobs by token id, entropy 0.5, every third token clipped."""
     trained = cell.streams["loss_mask"] | cell.echoes
     logprobs = -cell.streams["tokens"][trained].float()
     if old is not None:
@@ -52,7 +52,7 @@ samples = st.lists(
 @settings(deadline=None)
 @given(samples=samples, share=st.booleans(), ranks=st.integers(1, 2))
 def test_every_sequence_is_there_once_and_whole(samples, share, ranks):
-    """With echo in some: those keep their prompt to themselves."""
+    """Some sequences echo: these do not share their prompt."""
     episodes = []
     for number, (group, length, echoes) in enumerate(samples):
         prompt = list(range(1, group + 3))
@@ -144,8 +144,8 @@ def test_what_failed_is_forgotten_and_an_error_is_told(tmp_path, monkeypatch):
 
 
 def test_nothing_is_computed_on_the_thread_that_writes(tmp_path):
-    """Its operations would have OpenMP threads of their own, and those of the trainer no core each:
-    see `TokenExport`."""
+    """Operations on that thread would start OpenMP threads of their own, which would take cores
+    from the trainer: see `TokenExport`."""
     code = """
 import os, torch
 from pathlib import Path

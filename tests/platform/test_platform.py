@@ -1,5 +1,6 @@
 """CPU or CUDA: which is here, and what follows from it."""
 
+import mmap
 import os
 import subprocess
 import sys
@@ -11,7 +12,12 @@ from torchtitan_rl.platform import (
     _TRITON_KERNELS,
     _NeedsTriton,
     adapt_torchtitan,
+    available_cores,
+    check_compiler,
+    check_gpus,
+    default_threads,
     device_type,
+    memory_in_use,
     resolve_dtype,
     worker_env,
 )
@@ -75,12 +81,34 @@ def test_resolve_dtype(machine, asked, dtype, resolved):
 
 
 @pytest.mark.parametrize("role", ["trainer", "generator", "grader"])
-@pytest.mark.parametrize(("threads", "expected"), [(3, "3"), (0, str(os.cpu_count()))])
-def test_a_worker_gets_its_threads_and_they_sleep_when_idle(role, threads, expected):
+@pytest.mark.parametrize(("threads", "expected"), [(3, "3"), (0, str(available_cores()))])
+def test_a_worker_gets_its_threads(role, threads, expected):
     env = worker_env(threads, role=role)
     assert env["OMP_NUM_THREADS"] == env["MKL_NUM_THREADS"] == expected
-    assert env.get("GOMP_SPINCOUNT") == (None if role == "grader" else "30000")
     assert all(isinstance(value, str) for value in env.values())
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpus", "processes", "threads"),
+    [
+        ("cpu", 0, 1, 96),  # actors take turns
+        ("cpu", 0, 4, 24),
+        ("cuda", 8, 1, 12),  # eight processes run at once
+        ("cuda", 8, 4, 12),
+        ("cuda", 1, 1, 96),
+        ("cuda", 1, 2, 48),
+        ("cuda", 200, 1, 1),
+    ],
+)
+def test_processes_that_run_at_once_share_the_cores(
+    machine, monkeypatch, asked, gpus, processes, threads
+):
+    machine(asked=asked, has_cuda=True)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(96))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert default_threads(processes) == threads
+    if processes == 1:
+        assert worker_env(0, role="generator")["OMP_NUM_THREADS"] == str(threads)
 
 
 def test_only_the_generator_gets_settings_of_vllm():
@@ -151,3 +179,69 @@ def test_adapting_torchtitan_leaves_kernels_that_are_there_alone(monkeypatch):
     monkeypatch.setitem(sys.modules, _TRITON_KERNELS, real)
     adapt_torchtitan()
     assert sys.modules[_TRITON_KERNELS] is real
+
+
+@pytest.mark.parametrize(
+    ("has_cuda", "variable", "usual"), [(False, "CXX", "g[+][+]"), (True, "CC", "gcc or clang")]
+)
+def test_compiling_without_a_compiler_is_refused(
+    machine, monkeypatch, tmp_path, has_cuda, variable, usual
+):
+    machine(asked="", has_cuda=has_cuda)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv(variable, raising=False)
+    with pytest.raises(ValueError, match=f"no {usual} here: .* leave trainer.compile out"):
+        check_compiler()
+    monkeypatch.setenv(variable, f"{tmp_path}/mine -v")
+    with pytest.raises(ValueError, match=f"no {tmp_path}/mine here"):
+        check_compiler()
+    (tmp_path / "mine").touch(mode=0o755)
+    check_compiler()
+
+
+@pytest.fixture
+def gpus(machine, monkeypatch):
+    """Sets how many GPUs the machine has."""
+
+    def setup(count):
+        machine(asked="cuda", has_cuda=True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    return setup
+
+
+def test_too_few_gpus_are_refused_with_the_placement_that_needs_fewer(gpus):
+    gpus(1)
+    check_gpus(1, can_share=True)
+    with pytest.raises(ValueError, match=r"needs 2 GPUs; this machine has 1: .*colocated"):
+        check_gpus(2, can_share=True)
+    with pytest.raises(ValueError, match=r"needs 2 GPUs; this machine has 1: lower trainer"):
+        check_gpus(2, can_share=False)
+
+
+def test_actors_that_share_gpus_see_the_same_ones(gpus):
+    gpus(2)
+    seen = {
+        role: worker_env(1, role=role, gpus=range(2))["CUDA_VISIBLE_DEVICES"]
+        for role in ("trainer", "generator", "reference")
+    }
+    assert set(seen.values()) == {"0,1"}
+
+
+def test_memory_of_a_cpu_process_is_its_own(machine):
+    machine(asked="cpu", has_cuda=False)
+    size, before = 2**26, memory_in_use()
+    with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as own:
+        own[:: mmap.PAGESIZE] = bytes(size // mmap.PAGESIZE)
+        assert abs(memory_in_use() - before - size) < 2**23
+        with mmap.mmap(-1, size) as shared:
+            shared[:: mmap.PAGESIZE] = bytes(size // mmap.PAGESIZE)
+            assert abs(memory_in_use() - before - size) < 2**23
+    assert abs(memory_in_use() - before) < 2**23
+
+
+def test_memory_of_a_gpu_is_all_that_is_taken(machine, monkeypatch):
+    machine(asked="cuda", has_cuda=True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (30, 80))
+    assert memory_in_use() == 50

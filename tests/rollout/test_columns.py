@@ -23,7 +23,7 @@ BACKEND = "tests.rollout.surprising_generator"
 
 @pytest.fixture
 def backend(monkeypatch):
-    """Its import declares the column; here only until the test is over."""
+    """A backend whose import declares a column, which the test removes at its end."""
     column = importlib.import_module(BACKEND).SURPRISE
     COLUMNS.pop(column.name, None)
     monkeypatch.setitem(COLUMNS, column.name, column)

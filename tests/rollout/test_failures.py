@@ -27,7 +27,7 @@ def records(*rollouts, lost=(), number=0):
 
 
 def failed(number, reason="raised KeyError: 'total'"):
-    """A group of one rollout, which came to nothing."""
+    """A group of one rollout, which was lost."""
     reason = f"reward of group low_tokens/train/{number} {reason}"
     lost = a_rollout(ONE_TURN).failed(Status.FAILED, reason)
     return records(lost=[lost], number=number)

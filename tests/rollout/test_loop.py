@@ -112,7 +112,7 @@ def play(groups, script, environment, limits=LIMITS):
 
 
 async def test_two_hundred_conversations_with_every_bad_tool_all_end(renderer, environment):
-    """None is lost, each has the end it should have, and meanwhile the loop serves others."""
+    """No conversation is lost, each ends as it should, and meanwhile the loop serves others."""
     names = [f"{name}#{i}" for i in range(17) for name in TALK][:200]
     groups = [group(renderer, name) for name in names]
     script = Script(renderer)
@@ -252,7 +252,7 @@ class AllOrNone(Tricky):
 
 @pytest.mark.parametrize("task", [Plain, AllOrNone])
 async def test_every_rollout_has_an_outcome_of_its_own(renderer, task):
-    """One that fails is none of the others' business, unless its task scores them together."""
+    """A rollout that fails does not affect the others, unless its task scores them together."""
     prompt = group(renderer, "adds", n=5, task=task.Config().build())
 
     def strange(request):

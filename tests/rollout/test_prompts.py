@@ -59,11 +59,19 @@ def test_those_that_are_too_long_are_named_by_their_lines(groups):
     assert "generator.engine.max_model_len" in str(error.value)
 
 
-def test_what_is_sampled_and_the_instructions_count(groups):
+def test_what_is_sampled_and_the_instructions_count(groups, renderer):
     with pytest.raises(ValueError, match="15 prompts of more than 28 tokens: beside 100 to sample"):
         groups(letters(*range(50, 64)), sampling=SamplingConfig(n=4, max_tokens=100))
-    with pytest.raises(ValueError, match="2 prompts of more than 116"):
-        groups(["?"], instructions="x" * 100)  # the held-out question is the other
+    most = 128 - 12 - around(renderer)
+    with pytest.raises(ValueError, match=r"1 prompts of .* \d+ tokens are the instructions \("):
+        groups(letters(most), instructions="xx")
+
+
+def test_instructions_that_leave_no_room_are_to_blame_and_not_the_lines(groups):
+    with pytest.raises(ValueError, match=r"^task 'jsonl': the instructions \(system") as error:
+        groups(["?", "!"], instructions="x" * 120)
+    assert "has room for 116. Shorten them" in str(error.value)
+    assert "line" not in str(error.value)
 
 
 def test_many_bytes_may_be_few_tokens(groups, renderer):

@@ -63,7 +63,7 @@ def balanced(stream):
 
 
 async def train(stream, steps, *, first=0, seconds=0.0):
-    """All steps; returns the indices of each batch."""
+    """Train all steps; returns the indices of each batch."""
     batches = []
     for step in range(first, first + steps):
         batches.append([work.index for work in await stream.batch(step)])

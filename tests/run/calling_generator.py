@@ -1,4 +1,4 @@
-"""A generator that calls a tool at its first turn, and says what it was told at its second."""
+"""A generator that calls a tool at its first turn, and repeats the result at its second."""
 
 from monarch.actor import Actor, concurrent_endpoint
 from transformers import AutoTokenizer

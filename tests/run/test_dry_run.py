@@ -27,7 +27,7 @@ def no_signals(controller):
 
 @pytest.fixture
 def temporary(tmp_path, monkeypatch):
-    """Where dry runs leave their logs, if they fail."""
+    """The folder in which dry runs leave their logs, if they fail."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     return tmp_path
 

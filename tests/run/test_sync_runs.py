@@ -27,7 +27,6 @@ class Events:
     def __init__(self, controller):
         self.seen = []
         self._call, controller.call = controller.call, self.call
-        controller.sync._call = self.call
         self._pull, controller.actors.generators.pull = controller.actors.generators.pull, self.pull
 
     async def call(self, who, what, reply):
@@ -67,13 +66,13 @@ async def test_a_sync_that_fails_ends_the_run_with_its_error(tmp_path, tiny_mode
     async def spoil(controller):
         async def pull(handle):
             await asyncio.sleep(0.05)
-            raise WrongWeightsError("weights version 1 lack 'model.norm.weight'")
+            raise WrongWeightsError("policy version 1 lacks 'model.norm.weight'")
 
         controller.actors.generators.pull = pull
         await asyncio.Event().wait()
 
     config = simulated(tmp_path, tiny_model, ahead=ahead, pull=0.0)
-    with pytest.raises(WrongWeightsError, match=r"lack 'model.norm.weight'"):
+    with pytest.raises(WrongWeightsError, match=r"lacks 'model.norm.weight'"):
         await asyncio.wait_for(steps(config, 4, spoil), 60)
 
 
@@ -134,3 +133,25 @@ async def test_generators_that_serve_other_weights_are_found_out(tmp_path, tiny_
                 await controller.step(0)
         spoiling.cancel()
     assert controller.sync.metrics == {}
+
+
+async def test_a_check_goes_on_without_generators_that_have_just_died(tmp_path, tiny_model):
+    config = simulated(tmp_path, tiny_model, ahead=0, pull=0.0)
+    check = WeightSyncConfig(check=True)
+    config = replace(config, trainer=replace(config.trainer, weight_sync=check))
+
+    async def measure(episodes):
+        return {"mismatch/all/max": 1e-5 * len(episodes)}
+
+    async def nobody(*_):
+        return []
+
+    controller = Controller(config)
+    controller.sync._measure = measure
+    async with asyncio.timeout(60), controller:
+        generators = controller.actors.generators
+        answering, generators.sample_on_each = generators.sample_on_each, nobody
+        assert "sync/mismatch" not in await controller.step(0)
+        generators.sample_on_each = answering
+        row = await controller.step(1)
+        assert row["sync/mismatch"] == 1e-5 * config.generator.replicas

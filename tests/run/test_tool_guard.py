@@ -85,7 +85,7 @@ def test_calls_that_the_model_gets_wrong_end_nothing_and_are_its_own_fault(outco
     said = capsys.readouterr().out
     assert said.count("warning") == 1
     assert f"task 'geo': the model got each of {FEW_CALLS} tool calls wrong" in said
-    assert f"so no tool is to blame; it was told: error: {outcome}" in said
+    assert f"so no tool is to blame; the model was shown: error: {outcome}" in said
     note(tools, "ok")
     tools.check_step()
     note(tools, outcome, count=FEW_CALLS)

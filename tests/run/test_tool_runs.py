@@ -34,7 +34,7 @@ ECHO = EchoConfig(tool=ToolEcho())
 
 
 class Fragile(Spelling):
-    """Its tool fails while a file is there."""
+    """Spelling with a tool that fails while a file is there."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Spelling.Config):

@@ -1,6 +1,8 @@
 """The starting model: made once, from a seed, and taken up again where Ctrl-C left it."""
 
+import asyncio
 import contextlib
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,9 +13,15 @@ from torchtitan_rl.actors.generator import VLLMGenerator
 from torchtitan_rl.actors.trainer import Trainer
 from torchtitan_rl.config import GeneratorConfig, RolloutConfig, TrainerConfig, WarmStartConfig
 from torchtitan_rl.core.waiting import Interrupted
+from torchtitan_rl.run import warm_start
 from torchtitan_rl.run.controller import Controller
 from torchtitan_rl.run.starting_model import model_folder
-from torchtitan_rl.run.warm_start import demonstration, ensure_starting_model, work_folder
+from torchtitan_rl.run.warm_start import (
+    Reached,
+    demonstration,
+    ensure_starting_model,
+    work_folder,
+)
 from torchtitan_rl.tasks.sum_digits import SumDigits
 
 
@@ -26,6 +34,11 @@ def config_for(folder: Path) -> Controller.Config:
     return replace(
         low_tokens(), model="", warm_start=warm, task=SumDigits.Config(), generator=generator
     )
+
+
+def sampled_at(temperature: float, n: int = 4) -> GeneratorConfig:
+    sampling = replace(low_tokens().generator.sampling, temperature=temperature, n=n)
+    return replace(low_tokens().generator, sampling=sampling)
 
 
 def stop_after(steps: int, seen: list[str]):
@@ -49,7 +62,7 @@ def stop_after(steps: int, seen: list[str]):
     return signals
 
 
-async def test_an_interrupted_warm_start_goes_on_where_it_stopped(tmp_path):
+async def test_an_interrupted_warm_start_goes_on_where_it_stopped(tmp_path, capsys):
     config, seen = config_for(tmp_path), []
     with pytest.raises(Interrupted):
         await ensure_starting_model(config, stop_after(4, seen))
@@ -58,6 +71,31 @@ async def test_an_interrupted_warm_start_goes_on_where_it_stopped(tmp_path):
     assert seen == [f"demonstration/{i}" for i in range(6 * 4)]
     assert (model_folder(config) / "model.safetensors").is_file()
     assert [f.name for f in tmp_path.iterdir()] == [model_folder(config).name]
+    lines = r"imitation step +6 .* held-out accuracy (\S+)% sampled, (\S+)% greedy"
+    assert re.search(lines, capsys.readouterr().out)
+
+
+async def test_imitation_ends_when_samples_are_right_enough_not_greedy_answers(monkeypatch):
+    reached = [Reached(0.08, 0.53), Reached(0.31, 0.7), Reached(0.52, 0.8), Reached(0.6, 0.9)]
+    judged = iter(reached)
+
+    class Student:
+        """A controller that only counts its steps."""
+
+        steps_done, interrupted = 0, asyncio.Event()
+
+        async def train(self, episodes):
+            assert not episodes
+
+    async def judge(student):
+        return next(judged)
+
+    monkeypatch.setattr(warm_start, "demonstration", lambda student, index: [])
+    monkeypatch.setattr(warm_start, "judge", judge)
+    student = Student()
+    warm = WarmStartConfig(steps=100, evaluate_every=10, enough_accuracy=0.5)
+    assert await warm_start.imitate(student, warm) == reached[2]
+    assert student.steps_done == 30
 
 
 async def test_a_model_that_is_there_is_used_as_it_is(tmp_path):
@@ -99,6 +137,8 @@ async def test_simulated_actors_start_from_a_model_that_no_real_run_is_given(tmp
         ({"task": SumDigits.Config(max_numbers=3)}, False),
         ({"warm_start": WarmStartConfig(lr=1e-3)}, False),
         ({"warm_start": WarmStartConfig(experts=8)}, False),
+        ({"generator": sampled_at(0.5)}, False),  # when imitation ends is judged by samples
+        ({"generator": sampled_at(1.0, n=16)}, True),
     ],
     ids=str,
 )

@@ -8,15 +8,22 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.run.killer import Killer
+from tests.support import low_tokens
 from torchtitan_rl.observability.json_lines import read_lines
 from torchtitan_rl.observability.run_folder import find_checkpoints
 from torchtitan_rl.observability.sinks import read_metrics
+from torchtitan_rl.run.controller import Controller
+from torchtitan_rl.supervision.calls import WorkerDiedError
 
 ROOT = Path(__file__).parents[2]
 
@@ -77,7 +84,7 @@ class Run:
 
 def numbers(rows: list[dict[str, float]]) -> list[dict[str, float]]:
     """What must not depend on how fast the machine was."""
-    timed = ("time/", "tokens_per_second", "generators/died", "sync/")
+    timed = ("time/", "tokens_per_second", "generators/died", "sync/", "turns/")
     return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in rows]
 
 
@@ -203,17 +210,48 @@ def test_the_trainer_alone_makes_the_same_model_of_the_saved_rollouts(
             )
 
 
+def test_a_fork_goes_on_like_its_source_and_its_resume_learns_half_as_fast(
+    finished, tiny_model, tmp_path
+):
+    """The trainer alone, on the same rollouts: the fork's step is the source's to the last bit, and
+    the next one, with half the learning rate, moves the weights half as far."""
+    arguments = ["--rollout.train_from", str(finished.folder)]
+    arguments += ["--fork_from", f"{finished.folder}@4"]
+    fork = Run(tiny_model, tmp_path, *arguments, "--steps", "5")
+    assert fork.finish() == 0, fork.output
+    assert f"forked from {finished.folder}@4" in fork.output
+    fourth, fifth = weights(fork), weights(finished)
+    lower = ["--steps", "6", "--trainer.optimizer.lr", "5e-4"]
+    resumed = Run(tiny_model, tmp_path, *arguments, "--resume", *lower)
+    assert resumed.finish() == 0, resumed.output
+    assert "changed since the run started: trainer.optimizer.lr: 0.001 → 0.0005" in resumed.output
+    rows, originals = numbers(resumed.metrics()), numbers(finished.metrics()[4:6])
+    originals = [{k: v for k, v in r.items() if not k.startswith("eval/")} for r in originals]
+    assert rows == [originals[0], {**originals[1], "train/learning_rate": 5e-4}]
+    for name, before in fourth.items():
+        whole, half = fifth[name] - before, weights(resumed)[name] - before
+        assert whole.any()
+        torch.testing.assert_close(half, whole / 2, atol=1e-6, rtol=1e-3)
+    config = json.loads((resumed.folder / "config.json").read_text())
+    assert config["fork_from"] == f"{finished.folder}@4"
+    assert find_checkpoints(finished.folder / "checkpoints") == [2, 4, 6]
+
+
+def weights(run: Run) -> dict[str, torch.Tensor]:
+    return load_file(run.folder / "model" / "model.safetensors")
+
+
 @pytest.mark.timeout(600)
 def test_a_run_that_everything_happens_to_ends_like_one_that_nothing_happened_to(
     finished, tiny_model, tmp_path
 ):
-    """Ctrl-C, a dead generator and a killed controller; all but the generator's death are resumed
-    from, and weights go another way each time. The same metrics and the same model, to the last
-    bit."""
+    """Ctrl-C, dead generators and a killed controller; all but the generators' deaths are resumed
+    from, weights go another way each time, and checkpoints are written beside the next step. The
+    same metrics and the same model, to the last bit."""
 
     def resume(transport: str, *more: str, until: int) -> Run:
         again = ["--resume"] if (tmp_path / "run").exists() else []
-        how = ["--trainer.weight_sync.transport", transport]
+        how = ["--trainer.weight_sync.transport", transport, "--checkpoint.async_mode", "async"]
         run = Run(tiny_model, tmp_path, *again, *how, *more)
         run.wait_for_line(f"step    {until}")
         return run
@@ -226,12 +264,56 @@ def test_a_run_that_everything_happens_to_ends_like_one_that_nothing_happened_to
     goes_on_with_another_generator(run)
     takes_its_processes_along_when_killed(run)
     leaves_no_snapshot(run)
-    run = resume("auto", "--trainer.weight_sync.check", until=5)
+    run = resume("collective", "--trainer.weight_sync.check", until=4)
+    assert "by gloo: each generator receives all of them from 1 trainer rank" in run.output
+    goes_on_with_another_generator(run, until=5)  # in a process group of its own
     assert run.finish() == 0, run.output
-    assert run.metrics()[-2]["sync/mismatch"] <= 1e-4
+    checked = [row["sync/mismatch"] for row in run.metrics() if "sync/mismatch" in row]
+    assert checked  # not the sync after which the generator was just being replaced
+    assert max(checked) <= 1e-4
     assert numbers(run.metrics()) == numbers(finished.metrics())
     left, right = (r.folder / "model" / "model.safetensors" for r in (run, finished))
     assert left.read_bytes() == right.read_bytes()
+
+
+@pytest.mark.timeout(600)
+async def test_a_colocated_run_is_a_separate_one_whoever_is_killed_in_whichever_state(
+    finished, tiny_model, tmp_path
+):
+    """Metrics and model, to the last bit. A generator is killed asleep, and one awake; then the
+    trainer offloaded, which ends the run, and it is resumed."""
+    config = replace(
+        low_tokens(),
+        model=str(tiny_model),
+        placement="colocated",
+        output_dir=str(tmp_path),
+        run_name="run",
+    )
+    async with Controller(config) as controller:
+        killer = Killer(
+            controller, generator_asleep=[0], generator_awake=[2], trainer_offloaded=[4]
+        )
+        with pytest.raises(WorkerDiedError, match="for the trainer to wake, the trainer's process"):
+            await controller.run()
+    assert killer.killed == [
+        "generator in turn 0 of trainer",
+        "generator in turn 2 of generators",
+        "trainer in turn 4 of generators",
+    ]
+    async with Controller(replace(config, resume=True)) as controller:
+        assert controller.steps_done == 4
+        await controller.run()
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert numbers(rows) == numbers(finished.metrics())
+    left, right = (f / "model" / "model.safetensors" for f in (tmp_path / "run", finished.folder))
+    assert left.read_bytes() == right.read_bytes()
+    assert sum(row["generators/died"] for row in rows[:-1]) == 2
+    documented = (ROOT / "docs" / "metrics.md").read_text()
+    for row in rows[:-1]:
+        own = {key for key in row if key.startswith("turns/")}
+        assert own == {"turns/seconds", "turns/generator_gib", "turns/trainer_gib"}
+        assert all(f"`{key}`" in documented for key in own)
+        assert row["turns/seconds"] > 0
 
 
 def ends_in_order_on_ctrl_c(run: Run) -> None:
@@ -246,12 +328,12 @@ def ends_in_order_on_ctrl_c(run: Run) -> None:
     assert len(run.metrics()) == saved >= 1
 
 
-def goes_on_with_another_generator(run: Run) -> None:
+def goes_on_with_another_generator(run: Run, until: int = 3) -> None:
     log = run.folder / "logs" / "generator.log"
     victim = next(p for p in run.processes() if _writes_to(p, log))
     victim.kill()
     run.wait_for_line("generator 0 died; replacing it")
-    run.wait_for_line("step    3")
+    run.wait_for_line(f"step    {until}")
     assert victim not in run.processes()
 
 
@@ -261,12 +343,20 @@ def names_the_dead(run: Run, role: str) -> None:
     processes = run.processes()
     log = run.folder / "logs" / f"{role}.log"
     victim = next(p for p in processes if _writes_to(p, log))
+    assert " ".join(victim.cmdline()).strip() == f"torchtitan-rl {role} run"
     run.wait_for_line("step    2")
     victim.kill()
     assert run.finish(timeout=60) == 1, run.output
     assert_all_gone(processes)
-    assert f"waiting for the {role}" in run.output
-    assert "--resume continues" in run.output
+    # The plain words and nothing else: what Monarch has to say of it is in the logs.
+    said = run.output.partition("the run failed")[2]
+    assert re.fullmatch(
+        rf": while waiting for the {role} to [\w ]+, the {role}'s process was killed by signal 9 "
+        rf"\(SIGKILL\)\. Its log: {log}\. If nobody killed it, the machine has run out of memory\."
+        rf"( \(in step \d\))?\nlogs: {log.parent}; the same command with --run_name run --resume "
+        r"continues\n",
+        said,
+    )
 
 
 def takes_its_processes_along_when_killed(run: Run) -> None:

@@ -1,6 +1,8 @@
 """Actors that tests of supervision spawn. Imports little: workers import it."""
 
+import sys
 import tempfile
+import termios
 from multiprocessing.shared_memory import SharedMemory
 
 from monarch.actor import Actor, endpoint
@@ -25,3 +27,14 @@ class Printer(Actor):
     @endpoint
     async def say(self, text: str) -> None:
         print(text, flush=True)
+
+
+class TerminalUser(Actor):
+    """Does what readline does when it is imported: reads and sets the terminal."""
+
+    @endpoint
+    async def use(self) -> str:
+        with open("/dev/tty") as terminal:
+            settings = termios.tcgetattr(terminal)
+            termios.tcsetattr(terminal, termios.TCSADRAIN, settings)
+        return f"set it, and read {sys.stdin.read()!r}"

@@ -130,8 +130,8 @@ def config_for(folder, tiny_model, **changes):
 
 
 async def test_a_run_goes_on_without_the_group(tmp_path, tiny_model, capsys):
-    """That a step without groups ahead of it goes on too, tests/run/test_async_runs.py shows with
-    rewards that fail: to a run, a reward that kills is one."""
+    """A run whose groups run ahead continues. tests/run/test_async_runs.py shows that a synchronous
+    step does too, with rewards that fail: a run treats a reward that kills like these."""
     config = config_for(tmp_path, tiny_model, task=Deadly.Config(), max_offpolicy_steps=1)
     async with Controller(config) as controller:
         rows = [await controller.step(step) for step in range(2)]

@@ -1,8 +1,11 @@
 """Processes that do not start in time: tried once more, then named."""
 
+import fcntl
 import os
+import pty
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -142,3 +145,39 @@ def test_the_end_of_a_program_does_not_wait_for_pythons_resource_tracker():
         [sys.executable, "-c", END_ALL], capture_output=True, text=True, timeout=60, check=True
     )
     assert float(ran.stdout) < processes.REAP_SECONDS
+
+
+USE_A_TERMINAL = """
+import asyncio, os
+from tests.supervision.actors import TerminalUser
+from torchtitan_rl.platform import worker_env
+from torchtitan_rl.supervision.spawn import end_all_processes, spawn
+
+async def main():
+    user = await spawn(TerminalUser, env=worker_env(1, role="grader"))
+    try:
+        print(await asyncio.wait_for(user.actor.use.call_one(), 20), flush=True)
+    except TimeoutError:
+        print(user.processes[0].status(), flush=True)
+
+asyncio.run(main())
+end_all_processes()
+os._exit(0)
+"""
+
+
+def test_a_worker_that_sets_the_terminal_is_not_stopped_for_it():
+    """Workers are background groups of the terminal that a run was started from."""
+    ours, theirs = pty.openpty()
+    run = subprocess.run(
+        [sys.executable, "-c", USE_A_TERMINAL],
+        stdin=theirs,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    os.close(ours)
+    os.close(theirs)
+    assert run.stdout == "set it, and read ''\n"

@@ -64,7 +64,7 @@ def opened(tmp_path_factory):
 
 
 def evil_records(run: SyntheticRun) -> list[dict]:
-    """One that only has messages, and one with tokens."""
+    """Two records with harmful text: one that only has messages, and one with tokens."""
     record = run.record(24, 0, 0)
     talk = [{"role": EVIL, "content": EVIL}, {"role": "assistant", "content": EVIL}]
     changed = {"task": "evil", "group": EVIL, "messages": talk, "state": {EVIL: EVIL}}

@@ -164,7 +164,7 @@ def test_spans_of_a_window(client):
 
 
 def test_calls_at_the_same_time_share_the_lane_of_their_actor(client, run):
-    """Also those of a resumed run, which is another process."""
+    """Calls of a resumed run, which is another process, share the lane too."""
     for pid, tid, name in ((1, 9, "generator (2)"), (1, 7, "generator (40)"), (2, 0, "generator")):
         thread = {"name": "thread_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
         run._event(thread)
@@ -344,6 +344,17 @@ def test_the_next_free_port_is_taken(client):
     other = open_server("127.0.0.1", client.server.server_port, {})
     assert other.server_port > client.server.server_port
     other.server_close()
+
+
+def test_a_port_that_was_asked_for_and_is_in_use_is_an_error(client, run):
+    port = client.server.server_port
+    process = start(str(run.folder), "--port", str(port))
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 2
+    assert err == (
+        f"error: 127.0.0.1:{port} is in use by another program: choose another --port, or leave it "
+        "out\n"
+    )
 
 
 def start(*arguments: str, **more) -> subprocess.Popen:

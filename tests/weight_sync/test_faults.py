@@ -98,7 +98,7 @@ def test_a_writer_that_ends_half_way_leaves_nothing(tmp_path, transport, ending)
             old = pickle.load(writer.stdout)
             assert pickle.load(writer.stdout) == "half-way"
             # Version 1 is being overwritten, which is said; it is not read half.
-            with pytest.raises(StaleHandleError, match="weights version 1"):
+            with pytest.raises(StaleHandleError, match="policy version 1"):
                 open_snapshot(old)
             files = [os.readlink(fd) for fd in Path(f"/proc/{writer.pid}/fd").iterdir()]
         finally:

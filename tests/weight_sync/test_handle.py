@@ -117,9 +117,9 @@ EXPECTED = {"model.norm.weight": (4, 8), "lm_head.weight": (4, 8)}
 @pytest.mark.parametrize(
     ("published", "tied", "said"),
     [
-        (["model.norm.weight"], False, "lack 'lm_head.weight'"),
-        (["lm_head.weight"], False, "lack 'model.norm.weight'"),
-        (["model.norm.weight", "lm_head.weight", "odd"], True, "have 'odd'"),
+        (["model.norm.weight"], False, "lacks 'lm_head.weight'"),
+        (["lm_head.weight"], False, "lacks 'model.norm.weight'"),
+        (["model.norm.weight", "lm_head.weight", "odd"], True, "has 'odd'"),
     ],
 )
 def test_a_snapshot_of_another_model_is_refused_by_name(published, tied, said):

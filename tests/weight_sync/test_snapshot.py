@@ -36,7 +36,7 @@ with open_snapshot(handle) as snapshot:
 """
 
 
-@pytest.fixture(params=["shm", "file"])
+@pytest.fixture(params=["shm", "file", "collective"])
 def transport(request):
     return request.param
 
@@ -134,7 +134,7 @@ def test_a_snapshot_outlives_the_next_one_but_not_the_one_after(publisher):
         assert_holds(handles[version - 1], 10 + version - 1)
         assert_holds(handles[version], 10 + version)
         for old in handles[: version - 1]:
-            with pytest.raises(StaleHandleError, match=f"weights version {old.version}"):
+            with pytest.raises(StaleHandleError, match=f"policy version {old.version}"):
                 open_snapshot(old)
 
 
@@ -201,11 +201,10 @@ def test_boxes_of_any_cut_become_the_tensor_again(rows, columns, data, dtype):
             rank.close()
 
 
-@pytest.mark.parametrize("transport", ["shm", "file"], indirect=True)
 @pytest.mark.parametrize("damaged", [0, 1, 199_999])
 def test_bytes_that_are_not_what_was_published_are_named(publisher, transport, damaged):
     handle = publish(publisher, weights(1), version=3)
-    if transport == "shm":
+    if transport != "file":
         publisher._newer.buffer.data[damaged] ^= 1
     else:
         file = Path(handle.parts[0].location.path)
@@ -271,7 +270,7 @@ def test_files_of_old_versions_are_removed_and_a_broken_one_is_named(tmp_path):
     with pytest.raises(WeightSyncError, match=r"cannot read the weights in .*version-4"):
         open_snapshot(handles[4])
     os.replace(handles[3].parts[0].location.path, handles[4].parts[0].location.path)
-    with pytest.raises(StaleHandleError, match="holds weights version 3, not 4"):
+    with pytest.raises(StaleHandleError, match="holds policy version 3, not 4"):
         open_snapshot(handles[4])
     publisher.close()
 
@@ -308,7 +307,7 @@ def test_the_same_version_published_again_with_other_weights_is_another_snapshot
     third = publish(publisher, weights(3), version=3)
     assert_holds(second, 2)
     assert_holds(third, 3)
-    with pytest.raises(StaleHandleError, match="weights version 3"):
+    with pytest.raises(StaleHandleError, match="policy version 3"):
         open_snapshot(first)
     after = publish(publisher, weights(2), version=4)
     assert after.changed_since(third) == {"w", "b"}
@@ -332,6 +331,7 @@ def test_two_runs_may_have_the_same_folder(tmp_path):
 
 
 def test_every_rank_keeps_its_mappings_warm():
+    others = set(shm._mappings)
     ranks = [make_publisher("shm") for _ in range(6)]
     for version in range(2, 4):
         for rank in ranks:
@@ -344,5 +344,5 @@ def test_every_rank_keeps_its_mappings_warm():
         rank.close()
     late = make_publisher("shm")
     read(publish(late, weights(1), version=0))
-    assert not known & set(shm._mappings)  # nobody keeps the memory of what was given up
+    assert not (known - others) & set(shm._mappings)  # nobody keeps the memory of what was given up
     late.close()

@@ -14,7 +14,7 @@ from torchtitan_rl.platform import worker_env
 from torchtitan_rl.supervision.spawn import spawn
 from torchtitan_rl.weight_sync.handle import Part, Slot
 from torchtitan_rl.weight_sync.rdma import _changed_blocks
-from torchtitan_rl.weight_sync.transport import check_folder, choose_transport
+from torchtitan_rl.weight_sync.transport import Ends, check_folder, choose_transport
 
 SIZE = 2_500_000  # 25 MB: more than one block of RDMA
 
@@ -25,7 +25,7 @@ async def start(actor, *arguments):
     return spawned
 
 
-@pytest.fixture(scope="module", params=["rdma", "shm", "file"])
+@pytest.fixture(scope="module", params=["rdma", "shm", "file", "collective"])
 async def transport(request):
     return request.param
 
@@ -79,7 +79,7 @@ async def test_an_older_snapshot_can_be_read_and_then_a_newer_one_again(writer, 
 
 async def test_an_overwritten_snapshot_is_refused_by_version(writer, readers):
     handles = [await writer.publish.call_one(v, v) for v in (20, 21, 22)]
-    with pytest.raises(ActorError, match="StaleHandleError: weights version 20"):
+    with pytest.raises(ActorError, match="StaleHandleError: policy version 20"):
         await readers[0].read.call_one(handles[0])
     assert_equal(await readers[0].read.call_one(handles[1]), 21)
     assert_equal(await readers[0].read.call_one(handles[2]), 22)
@@ -103,11 +103,11 @@ async def test_a_reader_outlives_ranks_of_which_one_is_ahead(writer, second_writ
         return [await actor.publish.call_one(version, version) for version in versions]
 
     async def ranks(versions):
-        """As if each had half of the tensors."""
+        """A handle as of two ranks that have half of the tensors each."""
         one, two = await asyncio.gather(publish(writer, (40, 41)), publish(second.actor, versions))
         return replace(one[-1], parts=(*one[-1].parts, *two[0].parts))
 
-    with pytest.raises(ActorError, match="StaleHandleError: weights version 41"):
+    with pytest.raises(ActorError, match="StaleHandleError: policy version 41"):
         await readers[0].read.call_one(await ranks((41, 42, 43)))
     [handle] = await publish(writer, (44,))
     assert_equal(await readers[0].read.call_one(handle), 44)
@@ -137,27 +137,38 @@ async def test_a_writer_that_is_gone_is_an_error_and_not_a_wait(second_writer, r
     async with asyncio.timeout(20):  # until the files' janitor has noticed
         while list(folder.glob("weights*")):
             await asyncio.sleep(0.05)
-    with pytest.raises(ActorError, match=r"WeightSyncError|StaleHandleError"):
+    with pytest.raises(ActorError, match=r"WeightSyncError|StaleHandleError|LinkError"):
         await readers[1].read.call_one(handle)
 
 
+ONE, TWO = frozenset({"a"}), frozenset({"a", "b"})
+CPU, GPUS = Ends(hosts=ONE), Ends(hosts=ONE, device="cuda", trainer_ranks=4)
+
+
 @pytest.mark.parametrize(
-    ("asked", "hosts", "chosen", "said"),
+    ("asked", "ends", "chosen", "said"),
     [
-        ("auto", {"a"}, "shm", "one host"),
-        ("auto", {"a", "b"}, "rdma", "TCP: there is no RDMA card"),
-        ("shm", {"a"}, "shm", "one host"),
-        ("rdma", {"a"}, "rdma", "warning: weights go over TCP"),
-        ("file", {"a", "b"}, "file", "through files"),
+        ("auto", CPU, "shm", "one host, without GPUs"),
+        ("auto", Ends(hosts=TWO), "rdma", "TCP: there is no RDMA card"),
+        ("auto", GPUS, "collective", "by NCCL: each generator receives all of them from 4 trainer"),
+        ("auto", replace(GPUS, hosts=TWO), "rdma", "TCP"),
+        ("auto", replace(GPUS, tensor_parallel=2), "collective", "receives its slice of them"),
+        ("auto", replace(GPUS, shared_gpus=1), "shm", "would keep two snapshots"),
+        ("collective", replace(GPUS, shared_gpus=1), "collective", "by CUDA IPC where both ends"),
+        ("shm", CPU, "shm", "one host"),
+        ("shm", GPUS, "shm", "transport says so; collective goes from"),
+        ("rdma", CPU, "rdma", "warning: weights go over TCP"),
+        ("file", Ends(hosts=TWO), "file", "through files"),
+        ("collective", CPU, "collective", "by gloo: each generator receives all of them from 1"),
     ],
 )
-def test_the_transport_is_chosen_and_said(asked, hosts, chosen, said):
-    transport, why = choose_transport(WeightSyncConfig(transport=asked), hosts)
+def test_the_transport_is_chosen_and_said(asked, ends, chosen, said):
+    transport, why = choose_transport(WeightSyncConfig(transport=asked), ends)
     assert transport == chosen
     assert said in why
 
 
-@pytest.mark.parametrize("transport", ["auto", "shm", "rdma"])
+@pytest.mark.parametrize("transport", ["auto", "shm", "rdma", "collective"])
 def test_a_folder_is_refused_where_no_files_are_written(transport):
     with pytest.raises(ValueError, match=rf"folder is 'w', .*transport is {transport}.* to file"):
         WeightSyncConfig(transport=transport, folder="w")
@@ -189,6 +200,7 @@ def test_a_folder_that_can_be_made_is_not_made_yet(tmp_path, monkeypatch, folder
     assert [path.name for path in tmp_path.rglob("*")] == ["here"]
 
 
-def test_shared_memory_does_not_reach_another_host():
-    with pytest.raises(ValueError, match="on 2 hosts: use rdma, file or auto"):
-        choose_transport(WeightSyncConfig(transport="shm"), {"a", "b"})
+@pytest.mark.parametrize("transport", ["shm", "collective"])
+def test_what_does_not_reach_another_host_is_refused(transport):
+    with pytest.raises(ValueError, match=f"is {transport}, .* 2 hosts: use rdma, file or auto"):
+        choose_transport(WeightSyncConfig(transport=transport), Ends(hosts=TWO))

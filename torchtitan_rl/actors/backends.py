@@ -2,7 +2,13 @@
 
 from typing import Any
 
-from torchtitan_rl.actors.interfaces import GeneratorProtocol, TrainerProtocol, check_contract
+from torchtitan_rl.actors.interfaces import (
+    ColocatedGeneratorProtocol,
+    ColocatedTrainerProtocol,
+    GeneratorProtocol,
+    TrainerProtocol,
+    check_contract,
+)
 from torchtitan_rl.config.generator import GeneratorConfig
 from torchtitan_rl.config.trainer import TrainerConfig
 from torchtitan_rl.core.plugins import check_arguments, resolve
@@ -22,7 +28,7 @@ GENERATOR_ARGUMENTS = ("model", "seed")
 """Keyword arguments that a run itself gives to a generator's class."""
 TRAINER_ARGUMENTS = (
     *GENERATOR_ARGUMENTS,
-    *("steps", "checkpoint_folder", "tokens_folder", "weights_folder", "keep"),
+    *("steps", "checkpoint_folder", "tokens_folder", "weights_folder", "keep", "async_mode"),
 )
 """Keyword arguments that a run itself gives to a trainer's class."""
 SPAWN_ARGUMENTS = (
@@ -48,16 +54,22 @@ def trainer_class(config: TrainerConfig) -> type[Any]:
     return _backend_class(config.backend, TRAINERS, what="trainer.backend")
 
 
-def check_backends(generator: GeneratorConfig, trainer: TrainerConfig) -> None:
+def check_backends(
+    generator: GeneratorConfig, trainer: TrainerConfig, *, colocated: bool = False
+) -> None:
     """Refuse backends of the user's own that cannot be imported, lack an endpoint, or cannot be
     constructed with their keyword arguments, before any process starts."""
     if generator.backend not in GENERATORS:
         cls, what = generator_class(generator), f"generator.backend {generator.backend!r}"
         check_contract(cls, GeneratorProtocol, what=what)
+        if colocated:
+            check_contract(cls, ColocatedGeneratorProtocol, what=f"placement colocated: {what}")
         _check_kwargs("generator", generator, cls, GENERATOR_ARGUMENTS)
     if trainer.backend not in TRAINERS:
         cls, what = trainer_class(trainer), f"trainer.backend {trainer.backend!r}"
         check_contract(cls, TrainerProtocol, what=what)
+        if colocated:
+            check_contract(cls, ColocatedTrainerProtocol, what=f"placement colocated: {what}")
         _check_kwargs("trainer", trainer, cls, TRAINER_ARGUMENTS)
 
 

@@ -1,4 +1,7 @@
-"""VLLMGenerator: prompts in, Completions out, weights pulled between engine steps."""
+"""VLLMGenerator: prompts in, Completions out, weights pulled between engine steps.
+
+Awake, it has weights and a KV cache; asleep it has given their memory back.
+"""
 
 import asyncio
 import itertools
@@ -82,4 +85,19 @@ class VLLMGenerator(Actor):
         cannot be read, the old ones go on being served."""
         async with self._pulling:
             await self.engine.pull_weights(await self.inbox.fetch(handle))
+        return self.engine.policy_version
+
+    @concurrent_endpoint
+    async def sleep(self) -> int:
+        """Give the memory of weights and KV cache back until `wake`; returns how many bytes that
+        were. Calls that are under way, and those that come meanwhile, end with an error."""
+        async with self._pulling:
+            return await self.engine.sleep()
+
+    @concurrent_endpoint
+    async def wake(self, handle: WeightHandle) -> int:
+        """Serve the published weights from now on; returns their version. If they cannot be read,
+        the generator sleeps on."""
+        async with self._pulling:
+            await self.engine.wake(await self.inbox.fetch(handle))
         return self.engine.policy_version

@@ -159,7 +159,7 @@ class _Thread:
 def pair(
     completions: Sequence[Completion | Rollout], rewards: Sequence[Reward]
 ) -> list[ScoredCompletion]:
-    """Each sample with its reward."""
+    """The samples of a group, each with its reward."""
     return [
         ScoredCompletion(completion, reward.value, reward.correct, reward.parts)
         for completion, reward in zip(completions, rewards, strict=True)

@@ -1,16 +1,15 @@
 """Contracts of the actors: what each endpoint takes, returns and may raise, and what happens then.
 
-An actor of one's own needs no base class but Monarch's `Actor`: it has the endpoints of its
+An actor of your own needs no base class but Monarch's `Actor`. It has the endpoints of its
 protocol, each decorated with Monarch's `endpoint` or `concurrent_endpoint`. `check_contract`
-refuses a class that lacks one, by name, before anything is started.
+refuses a class that lacks one, and names it, before anything is started.
 
 Three things are the same for all of them:
 
 - `setup` is called once, before anything else. An error of it ends the start of the actor.
-- An endpoint that raises `core.errors.ActorBrokenError`, a process that ends and an endpoint that
-  does not return within `supervision.deadline_seconds` say: this actor cannot go on. The actor is
-  replaced, and the failure policy of its kind (see `supervision.dispatch`) decides what becomes of
-  the calls that were under way.
+- An actor is replaced if an endpoint raises `core.errors.ActorBrokenError` or does not return
+  within `supervision.deadline_seconds`, or if a process ends. The failure policy of its kind (see
+  `supervision.dispatch`) decides what becomes of the calls that were under way.
 - Any other error of an endpoint is about that one call; the actor is called again.
 """
 
@@ -44,21 +43,21 @@ if TYPE_CHECKING:  # the grader's process has no torch
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """One completion that is wanted of the generators."""
+    """A request to the generators for one completion."""
 
     prompt_token_ids: list[int]
     sampling: SamplingConfig
-    """How to sample it; its `n` is 1."""
+    """How to sample the completion; `n` is 1."""
     group_id: str
     """Requests of one group go to one generator, as long as its cache of their prefix is good."""
     seed_name: str
-    """With the run's seed and `seed_number`, what the sample's own seed derives from."""
+    """The seed of the sample derives from this name, `seed_number` and the run's seed."""
     seed_number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class SampleFailure:
-    """A request that came to nothing."""
+    """A request that failed."""
 
     kind: Literal["failed", "empty"]
     """`failed`: an error, named in the reason; `empty`: no token was sampled."""
@@ -66,15 +65,15 @@ class SampleFailure:
 
 
 Sample = Completion | SampleFailure
-"""What becomes of a SampleRequest."""
+"""The result of a SampleRequest."""
 
 
 class GeneratorProtocol(Protocol):
     """Samples completions of prompts. Made as `Class(config, model=…, seed=…, **kwargs)`: the
     generator's config, the HF folder to start from, the run's seed, and `generator.kwargs`.
 
-    Calls overlap if the endpoints are concurrent ones. When a generator dies, what it had not
-    finished runs again on another one; its successor gets the current weights before it gets work.
+    Calls overlap if the endpoints are concurrent ones. When a generator dies, its unfinished
+    requests run again on another one. Its successor gets the current weights before it gets work.
     """
 
     async def setup(self) -> None:
@@ -90,26 +89,41 @@ class GeneratorProtocol(Protocol):
     ) -> list[Completion]:
         """`n` completions of each prompt, ordered by prompt, then sample.
 
-        A run gives token ids, and a list of each of the other arguments, with an item for each
-        prompt, and asks for one sample per prompt (n is 1). A backend that samples at random should
+        A run gives token ids, and for each other argument a list with an item for each prompt. It
+        asks for one sample per prompt (n is 1). A backend that samples at random should
         derive the seed of a sample from the run's seed, its group id and its sample number, and
-        from nothing else: then a run can be repeated.
+        from nothing else. The run can then be repeated.
 
-        An error makes every prompt of the call run again by itself, and only those that fail alone
-        are lost: their rollouts fail, with the error as the reason.
+        After an error every prompt of the call runs again by itself. The rollout of a prompt that
+        fails alone is lost, with the error as the reason.
         """
         ...
 
     async def cancel(self, group_ids: list[str]) -> None:
-        """End the calls that these groups are part of: nobody waits for them. May do nothing."""
+        """End the calls of these groups: nobody waits for them any more. May do nothing."""
 
     async def pull_weights(self, handle: "WeightHandle") -> int:
         """Serve the published weights from now on; returns their version.
 
         Completions that are sampled later carry that version as their `policy_version`. A backend
-        whose completions do not depend on the weights only notes the version. An error ends the
-        run: no generator may go on with weights that nobody knows.
+        whose completions do not depend on the weights only stores the version. An error ends the
+        run: no generator may continue with unknown weights.
         """
+        ...
+
+
+class ColocatedGeneratorProtocol(Protocol):
+    """What a generator has beside `GeneratorProtocol` to share its GPUs with the trainer. Both
+    calls may come again for a generator that is asleep, or awake, already."""
+
+    async def sleep(self) -> int:
+        """Give back the memory of weights and KV cache until `wake`; returns how many bytes that
+        were. Nothing is under way; calls of `generate` that come meanwhile raise an error."""
+        ...
+
+    async def wake(self, handle: "WeightHandle") -> int:
+        """Serve the published weights from now on, as `pull_weights` does; returns their
+        version."""
         ...
 
 
@@ -124,18 +138,18 @@ class UngradedGroup:
     expected_answer: Any
     group_id: str = "?"
     task: str | None = None
-    """Its name, in a mixture of tasks."""
+    """The task's name, in a mixture of tasks."""
 
 
 GroupRewards = list[Reward] | RewardError
-"""A reward for each sample of a group, or why it has none."""
+"""A reward for each sample of a group, or why the group has none."""
 
 
 class GraderProtocol(Protocol):
     """Calls the task's reward function. Made as `Class(config, task=…, seed=…)`.
 
-    A call over which the grader dies is made again, one group at a time and with nothing beside it;
-    the group over which it dies again fails, and only that one.
+    If the grader dies over a call, the call is made again, one group at a time. A group over which
+    the grader dies again fails, and only that one.
     """
 
     async def setup(self) -> None:
@@ -164,18 +178,18 @@ class GraderProtocol(Protocol):
 
 @dataclass(slots=True)
 class EnvironmentRequest:
-    """What the model has said last, and in which conversation."""
+    """The model's last message, and the conversation that it belongs to."""
 
     task: str
-    """One of `Task.members`."""
+    """Name of the task, one of `Task.members`."""
     messages: list[Message]
     """The whole conversation, up to the model's last message."""
     calls: list[ToolCall]
     """Tool calls of the last message; if there are none, the task is asked for an answer."""
     state: dict[str, Any]
     seconds: float | None = None
-    """What is left of the rollout's time, for all that it takes to respond: waiting for a turn, and
-    calls that are made again because the environment died; None: no limit."""
+    """What is left of the rollout's time. It includes waiting, and calls that are made again
+    because the environment died. None: no limit."""
 
 
 @dataclass(slots=True)
@@ -183,23 +197,23 @@ class EnvironmentResponse:
     """What the model is shown next."""
 
     messages: list[Message]
-    """To add to the conversation; none ends it."""
+    """Messages to add to the conversation; none ends it."""
     state: dict[str, Any]
     outcomes: list[Outcome]
-    """One for each call."""
+    """The outcome of each call."""
     failure: str = ""
     """Why there is no answer from the task, if it should have given one."""
     tool_failures: list[ToolFailure | None] = field(default_factory=list)
-    """For each call, how the tool failed; None if it did not: it has answered, the model has got
-    the call wrong, or the conversation had no time left for it."""
+    """How the tool of each call failed. None if it did not fail: it returned a result, the call was
+    wrong, or the conversation had no time left for it."""
 
 
 class EnvironmentProtocol(Protocol):
     """Makes tool calls, and answers for the task. Made as `Class(config, task=…, seed=…)`.
 
     An environment keeps no conversation: all state comes with a request and goes with its response.
-    So a call over which it dies is made again by its successor; if that dies too, each conversation
-    of the call goes on by itself, and the one that kills ends as `environment_failed`.
+    If it dies over a call, its successor makes the call again. If that dies too, each conversation
+    of the call continues by itself, and the one that kills ends as `environment_failed`.
     """
 
     async def setup(self) -> None:
@@ -216,17 +230,17 @@ class EnvironmentProtocol(Protocol):
 
 class TrainerProtocol(Protocol):
     """One rank of the trainer's mesh. Made as `Class(config, model=…, steps=…, checkpoint_folder=…,
-    tokens_folder=…, weights_folder=…, keep=…, seed=…, **kwargs)`.
+    tokens_folder=…, weights_folder=…, keep=…, async_mode=…, seed=…, **kwargs)`.
 
-    An error of any endpoint, and a rank that ends, end the run, which can be resumed from its
-    latest checkpoint.
+    An error of any endpoint ends the run, and so does a rank that ends. The run can be resumed from
+    its latest checkpoint.
     """
 
     async def setup(self, *, resume: bool) -> None:
         """Load the latest checkpoint if `resume`, else the model."""
 
     async def steps_done(self) -> int:
-        """Steps of the run that the loaded weights were trained for."""
+        """Number of the run's steps that were done when the loaded weights were saved."""
         ...
 
     async def train_step(self, *grids: "Grid", step: int = 0) -> "Metrics":
@@ -240,20 +254,35 @@ class TrainerProtocol(Protocol):
     async def publish_weights(
         self, *, transport: "Transport", dtype: "torch.dtype | None"
     ) -> "WeightHandle":
-        """A snapshot of this rank's weights that generators can read, until the next but one."""
+        """A snapshot of this rank's weights. Generators can read it until the next but one."""
         ...
 
-    async def save(self, step: int) -> None:
-        """Write a checkpoint from which `setup(resume=True)` goes on exactly."""
+    async def save(self, step: int, *, wait: bool = True) -> None:
+        """Write a checkpoint from which `setup(resume=True)` goes on exactly. Without `wait` it may
+        be written later, but of the state of now; with it, it is complete, also if it was begun by
+        an earlier call."""
 
     async def export_hf(self, folder: str) -> None:
         """Write the weights as an HF folder."""
 
 
+class ColocatedTrainerProtocol(Protocol):
+    """What a rank of the trainer has beside `TrainerProtocol` to share its GPUs with generators.
+    Both calls may come again for a trainer that is asleep, or awake, already."""
+
+    async def sleep(self) -> int:
+        """Give back what memory can be given back until `wake`; returns how many bytes that were.
+        No other call comes meanwhile. A snapshot that was published stays readable."""
+        ...
+
+    async def wake(self) -> None:
+        """Have all back as it was."""
+
+
 class ReferenceProtocol(Protocol):
     """One rank of the frozen reference model. Made as `Class(config, model=…)`.
 
-    A call over which it dies is made again by its successor, up to three times.
+    If it dies over a call, its successor makes the call again, up to three times.
     """
 
     async def setup(self) -> None:
@@ -292,7 +321,7 @@ def check_contract(actor_class: type, protocol: type, *, what: str) -> None:
 
 
 def _lacking(wanted: inspect.Signature, has: inspect.Signature) -> list[str]:
-    """Keyword arguments that will be given and are not taken."""
+    """Keyword arguments that a run gives and the method does not take."""
     kinds = {parameter.kind for parameter in has.parameters.values()}
     if inspect.Parameter.VAR_KEYWORD in kinds:
         return []

@@ -10,7 +10,7 @@ from torchtitan_rl.config.reference import ReferenceConfig
 
 
 class Reference(Actor):
-    """One rank of the reference mesh. Its weights are those of the HF folder, and stay.
+    """One rank of the reference mesh. Its weights are those of the HF folder, and never change.
 
     Example:
         reference = await spawn_reference(Reference.Config(), model="models/tiny")

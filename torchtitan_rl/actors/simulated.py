@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from monarch.actor import Actor, concurrent_endpoint
 
+from torchtitan_rl.config.checkpoint import AsyncMode
 from torchtitan_rl.config.generator import GeneratorConfig
 from torchtitan_rl.config.sampling import SamplingConfig
 from torchtitan_rl.config.trainer import TrainerConfig
-from torchtitan_rl.core.metrics import Metrics, by_task, merge_metrics
+from torchtitan_rl.core.metrics import Metrics, by_task, fetch_numbers, merge_metrics
 from torchtitan_rl.core.seeds import sample_seed
 from torchtitan_rl.core.types import Completion
 from torchtitan_rl.weight_sync.handle import WeightHandle
@@ -57,7 +58,7 @@ class SimulatedGenerator(Actor):
 
     @concurrent_endpoint
     async def setup(self) -> None:
-        self._version = 0
+        self._version, self._asleep = 0, False
         self._seats = asyncio.Semaphore(self.config.engine.max_num_seqs)
 
     @concurrent_endpoint
@@ -73,6 +74,8 @@ class SimulatedGenerator(Actor):
         samplings = sampling if isinstance(sampling, list) else [sampling] * len(prompts)
         names = group_ids or [f"call {next(self._calls)}/{i}" for i in range(len(prompts))]
         firsts = sample_numbers or [0] * len(prompts)
+        if self._asleep:
+            raise RuntimeError("the generator is asleep: `wake` it first")
         if self._fate.random() < self._death_rate:
             os._exit(1)
         if self._fate.random() < self._failure_rate:
@@ -112,6 +115,18 @@ class SimulatedGenerator(Actor):
         self._version = handle.version
         return self._version
 
+    @concurrent_endpoint
+    async def sleep(self) -> int:
+        """There is nothing to give back."""
+        self._asleep = True
+        return 0
+
+    @concurrent_endpoint
+    async def wake(self, handle: WeightHandle) -> int:
+        await asyncio.sleep(self._seconds_per_pull)
+        self._version, self._asleep = handle.version, False
+        return self._version
+
 
 class SimulatedTrainer(Actor):
     """Takes the time that it is configured for, and counts versions."""
@@ -126,6 +141,7 @@ class SimulatedTrainer(Actor):
         tokens_folder: str,
         weights_folder: str,
         keep: int,
+        async_mode: AsyncMode = "disabled",
         seed: int,
         seconds_per_step: float = 0.0,
         seconds_per_publish: float = 0.0,
@@ -161,7 +177,16 @@ class SimulatedTrainer(Actor):
         return WeightHandle(version, "shm")
 
     @concurrent_endpoint
-    async def save(self, step: int) -> None:
+    async def sleep(self) -> int:
+        """There is nothing to give back."""
+        return 0
+
+    @concurrent_endpoint
+    async def wake(self) -> None:
+        """There is nothing to bring back."""
+
+    @concurrent_endpoint
+    async def save(self, step: int, *, wait: bool = True) -> None:
         """There is nothing to save."""
 
     @concurrent_endpoint
@@ -180,4 +205,4 @@ def _ages(grid: "Grid", version: int) -> Metrics:
         ages = version - cell.streams["token_versions"][trains]
         sequences = segment_ids(segments(cell.documents))[trains]
         measured.append(by_task({"policy_age": ages}, cell.tasks, sequences))
-    return merge_metrics(measured)
+    return merge_metrics(fetch_numbers(measured))

@@ -29,7 +29,7 @@ class Corrected:
     def mask(self, name: str, high: torch.Tensor, low: torch.Tensor) -> None:
         """Mask the tokens whose ratio is too high or too low."""
         outside = high | low
-        masked = ((self.weights > 0) & outside).sum().item()
+        masked = ((self.weights > 0) & outside).sum()
         self.metrics[f"correction/{name}_share"] = Mean(masked, float(outside.numel()))
         self.weights = self.weights * ~outside
         self.high, self.low = self.high | high, self.low | low
@@ -40,8 +40,10 @@ def correction_weights(
     old_logprobs: torch.Tensor,
     generator_logprobs: torch.Tensor,
     sequence_ids: torch.Tensor,
+    sequences: int | None = None,
 ) -> Corrected:
-    """Factors for the loss of each token; all tensors are [tokens], without gradient.
+    """Factors for the loss of each token; all tensors are [tokens], without gradient. `sequences`
+    is their number, if it is known.
 
     Masks look at all tokens of a sequence, also at those that an earlier mask has left out. A share
     in the metrics counts the tokens that a mask leaves out and no earlier one has.
@@ -52,7 +54,7 @@ def correction_weights(
     done = Corrected(torch.ones_like(w), high=none, low=none)
     if config.sequence_outliers != "off":
         high, low = (
-            sequence_sums(outliers.float(), sequence_ids) > 0
+            sequence_sums(outliers.float(), sequence_ids, sequences) > 0
             for outliers in _outside(config, "sequence_outliers", w)
         )
         done.mask("sequence_outliers", high, low)
@@ -60,14 +62,14 @@ def correction_weights(
         done.mask("token_mask", *_outside(config, "token_mask", w))
     if config.importance_weight != "off":
         by_token = config.importance_weight == "token"
-        importance = w if by_token else sequence_sums(log_w, sequence_ids).exp()
+        importance = w if by_token else sequence_sums(log_w, sequence_ids, sequences).exp()
         done.high = done.high | (importance > config.cap)
         importance = importance.clamp(max=config.cap)
         done.metrics["correction/importance_weight"] = Distribution.of(importance)
         done.weights = done.weights * importance
     if config.sequence_mask != "off":
         over = sequence_means if config.sequence_mask == "geometric" else sequence_sums
-        value = over(log_w, sequence_ids).exp()
+        value = over(log_w, sequence_ids, sequences).exp()
         done.mask("sequence_mask", *_outside(config, "sequence_mask", value))
     return done
 

@@ -1,7 +1,7 @@
 """Why a loss or its gradient is NaN or infinite: which values of a microbatch were so first."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -20,9 +20,34 @@ WHAT = {
 """The fields of LossInputs that a loss multiplies, in words."""
 
 
+@dataclass(slots=True)
+class Watched:
+    """A microbatch of an update, kept until the update is checked."""
+
+    config: LossConfig
+    terms: Mapping[str, torch.Tensor]
+    inputs: LossInputs
+    names: Sequence[str]
+    gradients: list[torch.Tensor] = field(default_factory=list)
+    """[tokens] what the backward pass has given the logprobs, term by term."""
+
+    def causes(self) -> Iterator[str]:
+        """What was not finite: in the forward pass, else in the backward pass."""
+        if not _all_finite(self.terms.values()):
+            yield why_not_finite(self.config, self.inputs, self.terms, self.names)
+            return
+        what = f"the gradients of loss {self.config.name!r}, which is finite,"
+        for gradient in self.gradients:
+            if said := bad_values(what, gradient, self.inputs.sequence_ids, self.names):
+                yield said
+
+
 class NotFinite:
     """What was not finite in the microbatches of one update, on this rank. The gradient norm only
     says that something was.
+
+    Microbatches are only kept as they pass, about 40 bytes a token: to look at their values would
+    be to wait for the GPU before each backward pass.
 
     Example:
         not_finite = NotFinite()
@@ -32,7 +57,7 @@ class NotFinite:
     """
 
     def __init__(self) -> None:
-        self.found: list[str] = []
+        self._watched: list[Watched] = []
 
     def watch(
         self,
@@ -41,19 +66,22 @@ class NotFinite:
         inputs: LossInputs,
         names: Sequence[str],
     ) -> None:
-        """Note what is not finite in a microbatch now, and in its backward pass. `terms` are the
-        parts of its loss; `names` are those of its sequences, by `sequence_ids`."""
-        if not all(term.isfinite() for term in terms.values()):
-            self.found.append(why_not_finite(config, inputs, terms, names))
-            return
-
-        def check(gradient: torch.Tensor) -> None:
-            what = f"the gradients of loss {config.name!r}, which is finite,"
-            if said := bad_values(what, gradient, inputs.sequence_ids, names):
-                self.found.append(said)
-
+        """Keep a microbatch, and what its backward pass will give. `terms` are the parts of its
+        loss; `names` are those of its sequences, by `sequence_ids`."""
+        detached = {name: term.detach() for name, term in terms.items()}
+        constant = replace(inputs, logprobs=inputs.logprobs.detach())
+        watched = Watched(config, detached, constant, names)
+        self._watched.append(watched)
         if inputs.logprobs.requires_grad:
-            inputs.logprobs.register_hook(check)
+            inputs.logprobs.register_hook(watched.gradients.append)
+
+    @property
+    def found(self) -> list[str]:
+        """What was not finite, in the order of the microbatches; empty if nothing was."""
+        held = [t for w in self._watched for t in (*w.terms.values(), *w.gradients)]
+        if _all_finite(held):
+            return []
+        return [cause for watched in self._watched for cause in watched.causes()]
 
     def first_of_ranks(self) -> str:
         """What was not finite first, on any rank: each knows its own microbatches. All ranks call
@@ -83,10 +111,9 @@ def why_not_finite(
     """
     wrong = [
         said
-        for field in fields(LossInputs)
-        if (values := getattr(inputs, field.name)) is not None
-        and values.is_floating_point()
-        and (said := bad_values(WHAT[field.name], values, inputs.sequence_ids, names))
+        for name, what in WHAT.items()
+        if (values := getattr(inputs, name)) is not None
+        and (said := bad_values(what, values, inputs.sequence_ids, names))
     ]
     return "; ".join(wrong or _terms(config, inputs, terms))
 
@@ -104,6 +131,12 @@ def bad_values(
         f"{what} are not finite in {len(bad)} of {len(values)} tokens, the first of them "
         f"{value}{whose}"
     )
+
+
+def _all_finite(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether all values of some tensors are finite; read from their device at once."""
+    flat = [tensor.detach().reshape(-1) for tensor in tensors]
+    return not flat or bool(torch.cat(flat).isfinite().all())
 
 
 def _terms(

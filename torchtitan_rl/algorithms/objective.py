@@ -113,7 +113,7 @@ def objective(config: LossConfig, inputs: LossInputs) -> Objective:
         if kl.on:
             values = ESTIMATORS[kl.estimator](inputs.logprobs - required(other, name))
             terms[name] = kl.coef * inputs.total(values)
-            metrics[name] = Mean(values.sum().item(), tokens)
+            metrics[name] = Mean(values.detach().sum(), tokens)
     if correction is None:
         return Objective(terms, metrics, policy.high, policy.low)
     high, low = _either(correction.high, policy.high), _either(correction.low, policy.low)
@@ -143,6 +143,7 @@ def _correction(config: CorrectionConfig, inputs: LossInputs) -> Corrected | Non
         inputs.old_logprobs,
         required(inputs.generator_logprobs, "loss.correction"),
         inputs.sequence_ids,
+        inputs.sequences,
     )
 
 

@@ -35,14 +35,19 @@ class LossInputs:
     """g, constant; None for tokens that were not sampled (demonstrations)"""
     ref_logprobs: torch.Tensor | None = None
     """logprob under the frozen reference model, constant; None without one"""
+    sequences: int | None = None
+    """Number of sequences in the microbatch, for `sequence_sums`; None: read off `sequence_ids`"""
 
     def total(self, per_token: torch.Tensor) -> torch.Tensor:
         """Weighted sum of a per-token loss, which a loss function returns as `loss_sum`."""
         return (per_token * self.weights).sum()
 
 
-def sequence_sums(per_token: torch.Tensor, sequence_ids: torch.Tensor) -> torch.Tensor:
-    """For each token, the sum over the tokens of its sequence.
+def sequence_sums(
+    per_token: torch.Tensor, sequence_ids: torch.Tensor, sequences: int | None = None
+) -> torch.Tensor:
+    """For each token, the sum over the tokens of its sequence. Without the number of sequences it
+    is read from the largest id, for which a GPU is waited for.
 
     Example:
         >>> sequence_sums(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0, 0, 1]))
@@ -50,14 +55,18 @@ def sequence_sums(per_token: torch.Tensor, sequence_ids: torch.Tensor) -> torch.
     """
     if not sequence_ids.numel():
         return per_token
-    sums = per_token.new_zeros(int(sequence_ids.max()) + 1)
+    if sequences is None:
+        sequences = int(sequence_ids.max()) + 1
+    sums = per_token.new_zeros(sequences)
     return sums.index_add(0, sequence_ids, per_token)[sequence_ids]
 
 
-def sequence_means(per_token: torch.Tensor, sequence_ids: torch.Tensor) -> torch.Tensor:
+def sequence_means(
+    per_token: torch.Tensor, sequence_ids: torch.Tensor, sequences: int | None = None
+) -> torch.Tensor:
     """For each token, the mean over the tokens of its sequence."""
-    counts = sequence_sums(torch.ones_like(per_token), sequence_ids)
-    return sequence_sums(per_token, sequence_ids) / counts
+    counts = sequence_sums(torch.ones_like(per_token), sequence_ids, sequences)
+    return sequence_sums(per_token, sequence_ids, sequences) / counts
 
 
 @dataclass(slots=True)
@@ -110,7 +119,8 @@ def gspo(inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2) -
         One token with t - o = 3, A = -1: the loss is e³ = 20.09, and so is its gradient.
     """
     t = inputs.logprobs
-    mean = sequence_means(t.detach() - inputs.old_logprobs, inputs.sequence_ids)
+    moved = t.detach() - inputs.old_logprobs
+    mean = sequence_means(moved, inputs.sequence_ids, inputs.sequences)
     log_ratio = (t - t.detach() + mean).clamp(max=10.0)
     return _clip(inputs, ratio_of(log_ratio), clip_low, clip_high)
 
@@ -207,7 +217,7 @@ def _held(
     """Output with the shares of tokens whose ratio a trust region finds too high or too low."""
     tokens = float(high.numel())
     shares: Metrics = {
-        "loss/masked_high_share": Mean(high.sum().item(), tokens),
-        "loss/masked_low_share": Mean(low.sum().item(), tokens),
+        "loss/masked_high_share": Mean(high.sum(), tokens),
+        "loss/masked_low_share": Mean(low.sum(), tokens),
     }
     return LossOutput(inputs.total(loss), shares, high, low)

@@ -72,33 +72,6 @@ def segments(documents: Sequence[Document]) -> list[Segment]:
     return found
 
 
-def needed(documents: Sequence[Document]) -> tuple[torch.Tensor, list[Document]]:
-    """[needed tokens] indices of the tokens that a forward pass needs, and their documents.
-
-    The last token of a document, or of each of its branches, is not needed: nothing is predicted
-    from it, and no token attends to it. A row that would become empty is computed whole.
-
-    Example:
-        >>> where, shorter = needed([Document(3), Document(2, (2, 1))])
-        >>> where.tolist(), shorter
-        ([0, 1, 3, 4, 5], [Document(trunk=2, branches=()), Document(trunk=2, branches=(1, 0))])
-    """
-    row = segments(documents)
-    grown = {id(segment.trunk) for segment in row}
-    lasts = [s.stop - 1 for s in row if s.length and id(s) not in grown]
-    kept = np.ones(sum(s.length for s in row), dtype=bool)
-    if len(lasts) == len(kept):
-        return torch.arange(len(kept)), list(documents)
-    kept[lasts] = False
-    shorter = [
-        Document(d.trunk, tuple(max(b - 1, 0) for b in d.branches))
-        if d.branches
-        else Document(max(d.trunk - 1, 0))
-        for d in documents
-    ]
-    return torch.from_numpy(np.nonzero(kept)[0]), shorter
-
-
 def positions(row: Sequence[Segment]) -> torch.Tensor:
     """[tokens] position of each token in its document; a branch continues from its trunk."""
     return torch.from_numpy(_counted(row, [segment.first_position for segment in row]))

@@ -1,7 +1,7 @@
 """A row of packed documents with everything a rank needs to know about each token."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -72,6 +72,13 @@ class Microbatch:
         if "echo_alpha" not in self.streams:
             return torch.zeros(self.tokens, dtype=torch.bool)
         return ~self.streams["echo_alpha"].isnan()
+
+    def with_echo_scaled(self, factor: float) -> "Microbatch":
+        """The row with all its echo weights multiplied by a factor."""
+        if factor == 1.0 or "echo_alpha" not in self.streams:
+            return self
+        alphas = self.streams["echo_alpha"] * factor
+        return replace(self, streams={**self.streams, "echo_alpha": alphas})
 
 
 def microbatch(

@@ -43,7 +43,7 @@ class Field:
         return self.column.gaps
 
     def padding(self, tokens: int) -> np.ndarray:
-        """The stream of so many tokens that are none."""
+        """The stream of a row of padding, `tokens` tokens long."""
         return self.column.padding(tokens, self.shape, self.dtype)
 
 

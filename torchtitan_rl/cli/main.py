@@ -16,6 +16,13 @@ def train(arguments: Sequence[str]) -> int:
     return main(arguments, prog=f"{PROGRAM} train")
 
 
+def plan(arguments: Sequence[str]) -> int:
+    """Say what a run will take of memory and time, on GPUs or on this machine."""
+    from torchtitan_rl.cli.plan import main
+
+    return main(arguments, prog=f"{PROGRAM} plan")
+
+
 def view(arguments: Sequence[str]) -> int:
     """Show runs on a local page: curves, rollouts, tokens, the timeline."""
     from torchtitan_rl.view.__main__ import main
@@ -37,11 +44,20 @@ def model(arguments: Sequence[str]) -> int:
     return main(list(arguments), prog=f"{PROGRAM} model")
 
 
+def doctor(arguments: Sequence[str]) -> int:
+    """Say whether this machine can train, and what to do where it cannot."""
+    from torchtitan_rl.cli.doctor import main
+
+    return main(arguments, prog=f"{PROGRAM} doctor")
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
+    "plan": plan,
     "view": view,
     "list": list_recipes,
     "model": model,
+    "doctor": doctor,
 }
 
 

@@ -17,9 +17,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from torchtitan_rl.cli.recipes import print_recipes
+from torchtitan_rl.cli.suggestions import describe_unknown, setting_names
 from torchtitan_rl.config import RunConfig
 from torchtitan_rl.config.renames import renamed_flag
 from torchtitan_rl.core.errors import TorchtitanRLError
+from torchtitan_rl.core.interrupts import end_on_interrupt
 from torchtitan_rl.platform.switches import switched_off
 from torchtitan_rl.recipes import registry
 
@@ -38,18 +40,17 @@ def main(argv: Sequence[str] | None = None, *, prog: str = PROGRAM) -> int:
     # The console is for the run; libraries may speak up when something is wrong.
     logging.getLogger().setLevel(logging.ERROR)
     try:
-        config = parse(arguments, prog=prog)
+        with end_on_interrupt():
+            config = parse(arguments, prog=prog)
         switched_off()  # modules read it as they are imported, too late for a plain message
     except ValueError as error:
-        from rich.markup import escape
+        from torchtitan_rl.observability.console import print_error
 
-        from torchtitan_rl.observability.console import error_console
-
-        error_console.print(f"[bold red]error[/]: {escape(str(error))}")
+        print_error("error", str(error))
         return 2
     if config is None:
         return 0
-    with notice_after(SILENT_SECONDS, "loading torch and Monarch ..."):
+    with notice_after(SILENT_SECONDS, "loading torch and Monarch ..."), end_on_interrupt():
         from torchtitan_rl.run.launch import launch
     return launch(config, dry="--dry_run" in arguments)
 
@@ -92,7 +93,7 @@ def parse(arguments: Sequence[str], *, prog: str = PROGRAM) -> RunConfig | None:
     recipe = registry.build_recipe(chosen.config, known)
     refuse_old_flags(overrides)
     config = read_overrides(recipe, overrides, prog=f"{prog} --config {chosen.config}")
-    if not config.run_name:
+    if not config.run_name and not config.resume:
         config = replace(config, run_name=f"{chosen.config}-{time.strftime('%Y%m%d-%H%M%S')}")
     return config
 
@@ -108,7 +109,7 @@ def read_overrides(recipe: RunConfig, overrides: Sequence[str], *, prog: str) ->
     message, as `--help` does."""
     import tyro
 
-    return tyro.cli(
+    config, unknown = tyro.cli(
         RunConfig,
         prog=prog,
         description=(
@@ -119,7 +120,11 @@ def read_overrides(recipe: RunConfig, overrides: Sequence[str], *, prog: str) ->
         args=overrides,
         use_underscores=True,
         config=(tyro.conf.AvoidSubcommands,),
+        return_unknown_args=True,
     )
+    if unknown:
+        raise CommandError(describe_unknown(unknown, setting_names(recipe), prog=prog))
+    return config
 
 
 @contextmanager

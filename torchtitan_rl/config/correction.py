@@ -20,11 +20,12 @@ DEFAULT_CAPS = {"token": 2.0, "sequence": 5.0}
 
 @dataclass(kw_only=True, slots=True)
 class CorrectionConfig:
-    """Corrections in the order in which they are applied; everything is off by default. Bounds are
-    ends included."""
+    """Corrections, in the order in which they are applied; all are off by default. The ends of
+    bounds are inside."""
 
     sequence_outliers: Literal["off", "on"] = "off"
-    """Drops a sequence if w = exp(o - g) of any of its tokens lies outside the bounds."""
+    """Drops a sequence if w of any of its tokens lies outside the bounds. w is the trainer's
+    probability of a token, at the start of the step, divided by the generator's."""
     sequence_outliers_bounds: Bounds | None = None
     """Bounds of sequence_outliers; None: 1e-4 and 100."""
     token_mask: Literal["off", "on"] = "off"
@@ -36,7 +37,8 @@ class CorrectionConfig:
     importance_cap: float | None = None
     """Largest importance weight; None: 2 per token and 5 per sequence."""
     sequence_mask: Literal["off", "geometric", "product"] = "off"
-    """Drops a sequence if the geometric mean, or the product, of w over its tokens lies outside."""
+    """Drops a sequence if the geometric mean, or the product, of w over its tokens lies outside
+    the bounds."""
     sequence_mask_bounds: Bounds | None = None
     """Bounds of sequence_mask; None: 0.99 and 1.01 for the geometric mean, 0.5 and 2 for the
     product."""

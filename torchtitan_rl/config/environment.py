@@ -1,4 +1,4 @@
-"""The actor that hosts a task's tools."""
+"""The actor that runs a task's tools and answers."""
 
 from dataclasses import dataclass
 
@@ -7,12 +7,12 @@ from torchtitan_rl.config.resume import Fixed
 
 @dataclass(kw_only=True, slots=True)
 class EnvironmentConfig:
-    """Hosts a task's tools; spawned only when a task has any, or answers the model."""
+    """The actor that runs a task's tools and answers; started only if a task has any."""
 
     timeout_seconds: Fixed[float] = 30.0
-    """Longest a tool may take for one call, and a task for one answer."""
+    """Longest time of one tool call, or of one answer of the task, in seconds."""
     concurrent_calls: int = 16
-    """Tool calls at a time; the others wait for their turn, which is no part of their time."""
+    """Most tool calls at a time; others wait, and that does not count as their time."""
     max_result_chars: Fixed[int] = 8192
     """Most characters of a tool's result, or of a task's answer; more is cut, and the message says
     so."""

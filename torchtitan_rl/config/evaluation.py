@@ -8,9 +8,9 @@ class EvaluationConfig:
     """Greedy evaluation on held-out prompts."""
 
     every: int = 10
-    """Evaluate before every so many steps, and after the last."""
+    """Steps between two evaluations. The first one is before step 0, the last after all steps."""
     prompts: int = 200
-    """Held-out prompts; all there are, where a file has fewer."""
+    """Number of held-out prompts; all of them, if the task has fewer."""
 
     def __post_init__(self) -> None:
         if self.every < 1 or self.prompts < 1:

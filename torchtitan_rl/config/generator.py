@@ -18,20 +18,23 @@ class EngineConfig:
     max_model_len: Fixed[int] = 512
     """Longest prompt + completion, in tokens."""
     max_num_seqs: int = 256
-    """Most completions decoded side by side."""
+    """Most completions that are decoded at the same time."""
     max_num_batched_tokens: int = 8192
     """Most tokens in one engine step; bounds how many prompts are prefilled together."""
     block_size: int = 32
-    """Tokens per KV-cache block. What does not fill a block is never prefix-cached; on a CPU,
-    samples of a prompt that start together share it all the same."""
+    """Tokens per KV-cache block. The prefix cache holds full blocks only."""
     kv_cache_gib: float = 0.5
-    """Memory of the KV cache."""
+    """Memory of the KV cache, in GiB."""
     enforce_eager: bool = False
     """Skip torch.compile and CUDA graphs. Always on for a CPU."""
     drain: bool = False
-    """Finish requests in flight before new weights are served; else they go on with these."""
+    """Finish requests in flight before new weights are served; otherwise they continue with the
+    new weights."""
     return_routed_experts: bool = False
     """Return the experts each token went to, for router replay; mixtures of experts only."""
+    can_sleep: bool = False
+    """Let the engine give back its memory between uses, by vLLM's sleep mode; `placement colocated`
+    switches it on."""
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "block_size", "kv_cache_gib"):
@@ -63,14 +66,15 @@ class GeneratorConfig:
     kwargs: Fixed[dict[str, float | str]] = field(default_factory=dict)
     """Keyword arguments of the backend's class, as names and values: `seconds_per_token 0.01`."""
     replicas: int = 1
-    """Generators, each on processes and GPUs of its own; one that dies is replaced."""
-    sampling: Fixed[SamplingConfig] = field(default_factory=lambda: SamplingConfig(n=8))
+    """Number of generators, each on processes and GPUs of its own; one that dies is replaced."""
+    sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(n=8))
     """How training completions are sampled; a call may override it."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     tensor_parallel_degree: int = 1
     """GPUs that share the model of one generator."""
     threads: int = 0
-    """CPU threads of each generator; 0 is all cores of the machine."""
+    """CPU threads of each generator; 0 is all cores that the process may use, or with GPUs the
+    cores divided by these."""
 
     def __post_init__(self) -> None:
         check_backend("generator", self.backend, self.kwargs, GENERATOR_BACKENDS)

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 @dataclass(kw_only=True, slots=True)
 class GraderConfig:
-    """Calls the task's reward function."""
+    """The actor that calls the task's reward function."""
 
     timeout_seconds: float = 60.0
-    """Longest a reward function may take for one group."""
+    """Longest time of a reward function for one group, in seconds."""
 
     def __post_init__(self) -> None:
         if self.timeout_seconds <= 0:

@@ -9,15 +9,15 @@ class LogConfig:
     """What a run writes to its folder beside metrics and checkpoints, and where else metrics go."""
 
     rollouts: bool = True
-    """Write every rollout to the run's `rollouts` folder, a file per step."""
+    """Write every rollout to the run's `rollouts` folder, one file per step."""
     samples: bool = True
     """Show a sample on the console at the first step, when all rewards of a step are equal, and at
     each evaluation."""
     timeline: bool = True
-    """Write what was waited for, and when, to the run's `timeline.json`."""
+    """Write when each actor was called, and for how long, to the run's `timeline.json`."""
     wandb_project: str = ""
-    """Send the metrics to this project of Weights & Biases too, which must be installed; empty: do
-    not."""
+    """Project of Weights & Biases to which the metrics are sent too; wandb must be installed.
+    Empty: none."""
 
     def __post_init__(self) -> None:
         if self.wandb_project and importlib.util.find_spec("wandb") is None:

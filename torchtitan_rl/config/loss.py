@@ -90,15 +90,18 @@ class LossConfig:
     kwargs: dict[str, float | str] = field(default_factory=dict)
     """Keyword arguments of the loss function, as names and values: `clip_low 0.1 clip_high 0.3`."""
     reduction: str = "token_mean"
-    """What weighs the same in the loss: token_mean: every token of the batch; sequence_mean: every
-    episode; prompt_mean: every prompt; fixed_length: every token, over episodes times the most
-    tokens that a rollout may sample."""
+    """What weighs the same in the loss. token_mean: every token of the batch. sequence_mean: every
+    episode. prompt_mean: every prompt. fixed_length: every token, divided by the number of episodes
+    times the most tokens that a rollout may sample."""
     rollout_kl: KLConfig = field(default_factory=KLConfig)
     """KL to the policy that sampled: a soft trust region."""
     ref_kl: KLConfig = field(default_factory=KLConfig)
-    """KL to the frozen model the run started from; takes an actor of its own."""
+    """KL to the frozen model that the run started from; needs an actor of its own."""
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     """What to do where trainer and generator disagree on the policy."""
+    echo_share: float = 0.2
+    """Largest share of the gradient that Echo may have. If it would have more, one factor lowers
+    all its alphas. 1: no limit, alphas are used as they are."""
 
     def __post_init__(self) -> None:
         if check_name(self.name, BUILT_IN_LOSSES, what="loss"):
@@ -108,6 +111,11 @@ class LossConfig:
         if self.reduction not in REDUCTIONS:
             raise ValueError(
                 f"unknown reduction {self.reduction!r}; {nearest(self.reduction, REDUCTIONS)}"
+            )
+        if not 0 < self.echo_share <= 1:
+            raise ValueError(
+                f"loss.echo_share must be in (0, 1], and is 1 to use alphas as they are; got "
+                f"{self.echo_share}. To switch Echo off, leave echo out of the task"
             )
 
     @property

@@ -19,25 +19,26 @@ class RolloutConfig:
     max_tokens: Fixed[int] = 0
     """Most tokens of a conversation, prompt included; 0: generator.engine.max_model_len."""
     max_seconds: Fixed[float] = 600.0
-    """Longest a conversation may last; checked between turns, and a tool gets no longer."""
-    timeout_seconds: Fixed[float] = 1200.0
-    """Longest a group may take, graded and all, where groups run ahead of their step."""
+    """Longest time of a conversation, in seconds; checked between turns, and a limit for tools."""
+    timeout_seconds: float = 1200.0
+    """Longest time of a group that runs ahead of its step, in seconds, grading included."""
     oversample: Fixed[int] = 0
-    """Groups a step runs beyond those it needs; the slowest are cancelled when it has enough."""
+    """Groups that a step runs in addition to those it needs; when it has enough, it cancels the
+    slowest."""
     max_groups_per_step: Fixed[int] = 0
-    """Sample on until prompts_per_step groups have an advantage that is not 0, or so many were
-    tried; 0: train on whatever comes."""
+    """Dynamic sampling: sample groups until prompts_per_step of them have an advantage that is not
+    0, at most this many. 0: off."""
     untrained_share: Fixed[float] = 0.0
     """Share of the rollouts, by the hash of their names, that is measured and never trained on."""
     thinking: Fixed[bool] = False
-    """Leave it to the model whether to think; else its turn starts after an empty thought."""
+    """Let the model decide whether to think; otherwise its turn starts after an empty thought."""
     train_from: Fixed[str] = ""
-    """Folder of a run whose saved rollouts are trained on, as they were: nothing is generated,
-    graded or evaluated."""
+    """Folder of a run: train on its saved rollouts, with their recorded rewards and advantages.
+    Nothing is generated, graded or evaluated."""
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
-    """Hosts a task's tools; spawned only when a task has any, or answers the model."""
+    """The actor that runs a task's tools and answers; started only if a task has any."""
     grader: GraderConfig = field(default_factory=GraderConfig)
-    """Calls the task's reward function."""
+    """The actor that calls the task's reward function."""
 
     def __post_init__(self) -> None:
         if self.max_turns < 1 or self.max_tokens < 0 or not self.max_seconds > 0:

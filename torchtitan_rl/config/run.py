@@ -5,7 +5,7 @@ process starts.
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from torchtitan_rl.config.advantage import BASELINES, AdvantageConfig
 from torchtitan_rl.config.checkpoint import CheckpointConfig
@@ -13,7 +13,7 @@ from torchtitan_rl.config.evaluation import EvaluationConfig
 from torchtitan_rl.config.generator import GeneratorConfig
 from torchtitan_rl.config.log import LogConfig
 from torchtitan_rl.config.renames import refuse_old_names
-from torchtitan_rl.config.resume import Fixed
+from torchtitan_rl.config.resume import Fixed, NamesRun
 from torchtitan_rl.config.rollout import RolloutConfig
 from torchtitan_rl.config.sampling import SamplingConfig
 from torchtitan_rl.config.stream import StreamConfig
@@ -30,28 +30,31 @@ class RunConfig:
     """Everything that can be set for a run. A recipe is a function that returns one."""
 
     model: Fixed[str] = ""
-    """HF folder to start from; empty with a warm start: a folder that the warm start makes
-    and caches."""
+    """HF folder to start from. Empty: the folder that the warm start makes and keeps."""
     warm_start: Fixed[WarmStartConfig | None] = None
     """Makes a starting model by imitation when there is none yet."""
     task: Fixed[TaskConfig]
-    """The task to learn."""
+    """The task to learn: where prompts come from, and what a sample is worth."""
     steps: int = 100
     """Training steps."""
     prompts_per_step: Fixed[int] = 32
-    """Prompt groups in one step."""
+    """Prompts, and so groups of samples, in one step."""
     max_offpolicy_steps: Fixed[int] = 0
-    """How many training steps the weights that sample may be behind. 0: a step trains on what its
-    own weights have sampled, and a run can be repeated to the bit; more: generation goes on while
-    the trainer works."""
+    """Largest age of the weights that sample, in steps. 0: a step trains on samples of its own
+    weights, and a run can be repeated to the bit. More: generation continues while the trainer
+    works."""
     seed: Fixed[int] = 0
     """Seed of prompts, samples and the starting model."""
+    placement: Literal["separate", "colocated"] = "separate"
+    """Which GPUs the actors use. `separate`: trainer and generators each have their own.
+    `colocated`: they share them and take turns, so that one GPU is enough: each gives back its
+    memory while the other works. On a CPU the same turns save memory."""
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     """The actors that sample completions."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     """Limits of rollouts, who answers and grades them, and which of them train."""
     advantage: Fixed[AdvantageConfig] = field(default_factory=AdvantageConfig)
-    """How much better than expected a sample is, from the rewards of its group."""
+    """How advantages are computed from the rewards of a group."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     """The actor that learns."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
@@ -62,12 +65,15 @@ class RunConfig:
     """What to write beside metrics and checkpoints."""
     supervision: SupervisionConfig = field(default_factory=SupervisionConfig)
     """How long to wait for actors, and when to give up."""
-    output_dir: str = "outputs"
+    output_dir: NamesRun[str] = "outputs"
     """Folder of all runs."""
-    run_name: str = ""
+    run_name: NamesRun[str] = ""
     """Folder of this run under output_dir; empty: the recipe's name and the time."""
-    resume: bool = False
+    resume: NamesRun[bool] = False
     """Continue the run in output_dir/run_name from its latest checkpoint."""
+    fork_from: Fixed[str] = ""
+    """Start from the latest checkpoint of another run or, with `<run>@<step>`, from an earlier
+    one, and continue with these settings. `<run>` is a name in output_dir, or a folder."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "prompts_per_step"):
@@ -82,6 +88,8 @@ class RunConfig:
                 where=f"sampling of task {part.name!r}" if own else "generator.sampling",
             )
         self._check_limits()
+        if self.placement == "colocated":
+            self._check_colocated()
         if self.streams:
             _ = self.stream  # which checks its own settings
         if not self.model and self.warm_start is None:
@@ -135,6 +143,22 @@ class RunConfig:
                 f"prompts_per_step ({self.prompts_per_step}): each update takes whole groups"
             )
 
+    def _check_colocated(self) -> None:
+        """Settings that actors which take turns cannot serve."""
+        if self.max_offpolicy_steps:
+            raise ValueError(
+                f"placement is colocated, and max_offpolicy_steps is {self.max_offpolicy_steps}: "
+                "actors that take turns cannot sample while the trainer works; set "
+                "max_offpolicy_steps to 0, or placement to separate"
+            )
+        transport = self.trainer.weight_sync.transport
+        if transport not in ("auto", "shm", "file"):
+            raise ValueError(
+                f"placement is colocated, and trainer.weight_sync.transport is {transport}: "
+                "weights must lie in host memory while trainer and generators change; use auto, "
+                "shm or file"
+            )
+
     @property
     def samples_per_prompt(self) -> int:
         """Completions of each prompt, i.e. the size of a group; a task may have its own."""
@@ -178,13 +202,21 @@ class RunConfig:
         return replace(self.rollout, max_tokens=most)
 
     @property
+    def colocated(self) -> bool:
+        """Whether trainer and generators take turns; a run that samples nothing has no turns."""
+        return self.placement == "colocated" and not self.rollout.train_from
+
+    @property
     def gpus(self) -> tuple[range, range, range]:
         """Which GPUs trainer, generator and reference get on a CUDA machine."""
         trainer = self.trainer.parallelism.world_size
         replicas = 0 if self.rollout.train_from else self.generator.replicas
-        generator = trainer + self.generator.tensor_parallel_degree * replicas
+        generators = self.generator.tensor_parallel_degree * replicas
         ranks = self.trainer.reference.parallelism.world_size * self.has_reference
-        return range(trainer), range(trainer, generator), range(generator, generator + ranks)
+        if self.placement == "colocated":
+            return range(trainer), range(generators), range(ranks)
+        last = trainer + generators
+        return range(trainer), range(trainer, last), range(last, last + ranks)
 
     @property
     def has_reference(self) -> bool:

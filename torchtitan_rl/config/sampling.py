@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from torchtitan_rl.config.resume import Fixed
+
 
 @dataclass(kw_only=True, slots=True)
 class SamplingConfig:
@@ -9,18 +11,18 @@ class SamplingConfig:
 
     n: int = 1
     """Samples per prompt."""
-    temperature: float = 1.0
+    temperature: Fixed[float] = 1.0
     """Sampling temperature; 0 is greedy."""
-    top_p: float = 1.0
+    top_p: Fixed[float] = 1.0
     """Keep the smallest set of tokens with this much probability; 1 keeps all."""
-    top_k: int = 0
+    top_k: Fixed[int] = 0
     """Keep this many most probable tokens; 0 keeps all."""
-    max_tokens: int = 64
+    max_tokens: Fixed[int] = 64
     """Most new tokens of a completion."""
-    stop: list[str] = field(default_factory=list)
+    stop: Fixed[list[str]] = field(default_factory=list)
     """Strings that end a completion, besides the model's own end-of-turn tokens."""
 
-    logprobs: bool = True
+    logprobs: Fixed[bool] = True
     """Record the logprob of every sampled token, which most losses and the mismatch metrics use."""
 
     def __post_init__(self) -> None:

@@ -15,8 +15,8 @@ class StreamConfig:
     max_offpolicy_steps: int = 0
     """S: most training steps between the start of a group and the step that trains it."""
     max_groups_per_step: int = 0
-    """Most groups a step tries, failed ones apart, to find enough useful ones; then it trains with
-    those it has. 0: prompts_per_step + oversample."""
+    """Most groups that a step tries, without failed ones, to find enough useful ones; then it
+    trains on those it has. 0: prompts_per_step + oversample."""
     oversample: int = 0
     """Groups a step runs beyond those it needs; the slowest are cancelled when it has enough."""
     timeout_seconds: float = 600.0

@@ -23,7 +23,7 @@ class TaskConfig(Configurable.Config):
     description."""
 
     def parts(self) -> "tuple[TaskConfig, ...]":
-        """Configs of the tasks it is made of: itself, unless it is a mixture."""
+        """Configs of the tasks that this one is made of: itself, unless it is a mixture."""
         return (self,)
 
     def without_echo(self) -> Self:

@@ -12,8 +12,8 @@ class WarmStartConfig:
     demonstrations_per_step: int = 32
     """Demonstrations in one supervised step."""
     enough_accuracy: float = 0.5
-    """Stop once greedy held-out accuracy is at least this share: more would leave RL little to
-    do."""
+    """Imitation stops when at least this share of samples of held-out prompts is right. They are
+    sampled as in the run, because RL starts from there. More leaves RL less to learn."""
     evaluate_every: int = 25
     """Supervised steps between two evaluations."""
     lr: float = 2e-3
@@ -21,7 +21,7 @@ class WarmStartConfig:
     warmup_steps: int = 20
     """Supervised steps in which the learning rate rises to `lr`."""
     experts: int = 0
-    """Make the model a mixture of so many experts, two for each token; 0 makes it dense."""
+    """Number of experts of the model; each token uses two of them. 0: a dense model."""
     cache_dir: str = "outputs/models"
     """Folder in which starting models are kept."""
 

@@ -8,20 +8,22 @@ from typing import Literal
 class WeightSyncConfig:
     """How weights go from the trainer to the generators."""
 
-    transport: Literal["auto", "shm", "rdma", "file"] = "auto"
-    """Way of the weights. `shm`: shared memory, on one host. `rdma`: memory that other hosts read,
-    over TCP where there is no such network card. `file`: safetensors files in `folder`. `auto`:
-    `shm` on one host, else `rdma`."""
+    transport: Literal["auto", "shm", "rdma", "file", "collective"] = "auto"
+    """How weights are sent. `shm`: shared memory, on one host. `collective`: process groups, on one
+    host: by NCCL between GPUs, by CUDA IPC within one GPU, by gloo between CPUs; each rank of a
+    generator receives its slice. `rdma`: memory that other hosts read, over TCP without an RDMA
+    card. `file`: safetensors files in `folder`. `auto`: on one host `collective` between GPUs,
+    and `shm` on CPUs or shared GPUs; else `rdma`."""
     folder: str = ""
     """Folder for `file` only, on a file system that all hosts share; empty: the run's own
     folder."""
     checksums: Literal["auto", "on", "off"] = "auto"
-    """Have generators compare a checksum of every tensor before they load any. `auto`: not through
-    shared memory, which a lock keeps as it was published, nor of GPU memory, all of which would
-    have to be copied to compute one."""
+    """Generators compare a checksum of every tensor before they load any. `auto`: on for `file`,
+    and for `rdma` and `collective` of CPU memory. A lock protects shared memory; GPU memory would
+    have to be copied to compute a checksum."""
     check: bool = False
-    """After every sync compare each generator's logprobs on a prompt with the trainer's: slow, to
-    find out which of them is wrong."""
+    """After every sync, compare each generator's logprobs on a prompt with the trainer's. Slow; use
+    it to find out which of them is wrong."""
 
     def __post_init__(self) -> None:
         if self.folder and self.transport != "file":

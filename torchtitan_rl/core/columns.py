@@ -38,8 +38,8 @@ class Column:
     """
 
     name: str
-    """Its name everywhere: attribute of Completion and Episode, key of the saved record, stream of
-    a microbatch."""
+    """Name of the column everywhere: attribute of Completion and Episode, key of the saved record,
+    stream of a microbatch."""
     dtype: str
     """The dtype of its stream. Values in an array keep the array's own."""
     pad: int | float | bool | Literal["distinct"]

@@ -2,15 +2,22 @@
 
 Each rank returns its own values and the controller merges them: no collective is involved, so ranks
 may have different keys.
+
+To read a number from a GPU is to wait for all that it was asked before. So a number of a metric may
+be a tensor of one element at first; `fetch_numbers` reads all of a step's together.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, Self
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias
 
 if TYPE_CHECKING:
     import torch
+
+Number: TypeAlias = "float | torch.Tensor"
+"""A number of a metric; a tensor of one element until `fetch_numbers` has read it."""
 
 
 class Metric(Protocol):
@@ -30,27 +37,27 @@ class Mean:
         {'': 1.5}
     """
 
-    total: float
-    weight: float
+    total: Number
+    weight: Number
 
     def merge(self, other: "Mean") -> "Mean":
         return Mean(self.total + other.total, self.weight + other.weight)
 
     def values(self) -> dict[str, float]:
-        return {"": self.total / self.weight} if self.weight else {}
+        return {"": float(self.total) / float(self.weight)} if self.weight else {}
 
 
 @dataclass(frozen=True, slots=True)
 class Sum:
     """A count or an amount: adds up."""
 
-    total: float
+    total: Number
 
     def merge(self, other: "Sum") -> "Sum":
         return Sum(self.total + other.total)
 
     def values(self) -> dict[str, float]:
-        return {"": self.total}
+        return {"": float(self.total)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,26 +84,23 @@ class Distribution:
         {'mean': 2.0, 'std': 1.0, 'max': 3.0}
     """
 
-    count: float = 0.0
-    total: float = 0.0
-    squares: float = 0.0
-    largest: float = -math.inf
+    count: Number = 0.0
+    total: Number = 0.0
+    squares: Number = 0.0
+    largest: Number = -math.inf
 
     @classmethod
     def of(cls, values: "Iterable[float] | torch.Tensor") -> "Distribution":
+        """The distribution of some values; that of a tensor has tensors, for `fetch_numbers`."""
         import torch  # only those who measure need it: configs and the page do not
 
         if not isinstance(values, torch.Tensor):
-            values = torch.tensor(list(values), dtype=torch.float64)
+            own = cls.of(torch.tensor(list(values), dtype=torch.float64))
+            return cls(*map(float, (own.count, own.total, own.squares, own.largest)))
         if values.numel() == 0:
             return cls()
         values = values.detach().double()
-        return cls(
-            float(values.numel()),
-            values.sum().item(),
-            values.square().sum().item(),
-            values.max().item(),
-        )
+        return cls(float(values.numel()), values.sum(), values.square().sum(), values.max())
 
     def merge(self, other: "Distribution") -> "Distribution":
         return Distribution(
@@ -109,9 +113,10 @@ class Distribution:
     def values(self) -> dict[str, float]:
         if not self.count:
             return {}
-        mean = self.total / self.count
-        variance = max(self.squares / self.count - mean * mean, 0.0)
-        return {"mean": mean, "std": math.sqrt(variance), "max": self.largest}
+        count, total, squares = map(float, (self.count, self.total, self.squares))
+        mean = total / count
+        variance = max(squares / count - mean * mean, 0.0)
+        return {"mean": mean, "std": math.sqrt(variance), "max": float(self.largest)}
 
 
 Metrics = dict[str, Metric]
@@ -120,7 +125,8 @@ Metrics = dict[str, Metric]
 def by_task(
     values: "Mapping[str, torch.Tensor]", tasks: Sequence[str], sequence_ids: "torch.Tensor"
 ) -> Metrics:
-    """`{metric}/{all,<task>}` of [tokens] values, by the task of each token's sequence.
+    """`{metric}/{all,<task>}` of [tokens] values, by the task of each token's sequence. The values
+    may be on a GPU; `sequence_ids` are on the CPU, where to choose by them waits for nothing.
 
     Example:
         >>> ids = torch.tensor([0, 0, 1])
@@ -133,12 +139,61 @@ def by_task(
     known = list(dict.fromkeys(tasks))
     if len(known) < 2:  # as nearly always: nothing to take apart
         return metrics | {f"{n}/{task}": metrics[f"{n}/all"] for n in values for task in known}
-    numbers = torch.tensor([known.index(task) for task in tasks], device=sequence_ids.device)
-    of_token = numbers[sequence_ids]
+    of_token = torch.tensor([known.index(task) for task in tasks])[sequence_ids]
     for number, task in enumerate(known):
-        own = of_token == number
-        metrics |= {f"{n}/{task}": Distribution.of(of_all[own]) for n, of_all in values.items()}
+        own = (of_token == number).nonzero().squeeze(-1)
+        for name, of_all in values.items():
+            chosen = of_all.index_select(0, own.to(of_all.device, non_blocking=True))
+            metrics[f"{name}/{task}"] = Distribution.of(chosen)
     return metrics
+
+
+def fetch_numbers(many: Sequence[Mapping[str, Metric]]) -> list[Metrics]:
+    """The metrics with plain numbers in place of tensors, which are read all together: a GPU is
+    waited for once.
+
+    Example:
+        >>> fetch_numbers([{"loss": Mean(torch.tensor(0.5), 2.0)}])
+        [{'loss': Mean(total=0.5, weight=2.0)}]
+    """
+    tensors = [tensor for metrics in many for m in metrics.values() for _, tensor in _tensors(m)]
+    numbers = iter(_read(tensors))
+
+    def with_numbers(metric: Any) -> Any:
+        held = _tensors(metric)
+        return replace(metric, **{field: next(numbers) for field, _ in held}) if held else metric
+
+    return [{name: with_numbers(m) for name, m in metrics.items()} for metrics in many]
+
+
+def _tensors(metric: Any) -> list[tuple[str, "torch.Tensor"]]:
+    """Fields of a metric that are tensors, by name; a metric of the user's own may be anything."""
+    import torch
+
+    if not is_dataclass(metric):
+        return []
+    values = [(field.name, getattr(metric, field.name)) for field in fields(metric)]
+    return [(name, value) for name, value in values if isinstance(value, torch.Tensor)]
+
+
+def _read(tensors: Sequence["torch.Tensor"]) -> list[float]:
+    """The numbers in tensors of one element each, by one copy from their device. As doubles, which
+    hold what other types do."""
+    import torch
+
+    if not tensors:
+        return []
+    by_dtype = defaultdict(list)
+    for place, tensor in enumerate(tensors):
+        by_dtype[tensor.dtype].append(place)
+    # By dtype, so that the number of kernels does not grow with that of the tensors.
+    parts = [
+        torch.stack([tensors[place].detach().reshape(()) for place in places]).double()
+        for places in by_dtype.values()
+    ]
+    order = [place for places in by_dtype.values() for place in places]
+    numbers = dict(zip(order, torch.cat(parts).tolist(), strict=True))
+    return [numbers[place] for place in range(len(tensors))]
 
 
 def merge_metrics(many: Iterable[Mapping[str, Metric]]) -> Metrics:

@@ -1,7 +1,7 @@
-"""Numbers of a config: a setting that is declared as a number is one.
+"""Check of a config's numbers: a setting that is declared as a number must be a number.
 
-To Python a bool is an int, so that `importance_cap=True` would be a cap of 1, and a text fails only
-where somebody computes with it.
+Without it `importance_cap=True` would be a cap of 1, because a bool of Python is an int, and a text
+would fail only where it is used in a computation.
 """
 
 import functools

@@ -25,8 +25,8 @@ Role = Literal["system", "user", "assistant", "tool"]
 
 
 class Status(StrEnum):
-    """How a rollout ended. Six ways are the end of a conversation, which is graded; the others say
-    why it came to nothing."""
+    """How a rollout ended. With the first six its conversation has ended, and is graded. With the
+    others the rollout is lost: it is not graded."""
 
     FINISHED = "finished"
     """The model, or its task, had nothing to add."""
@@ -53,10 +53,10 @@ class Status(StrEnum):
     @property
     def ended(self) -> bool:
         """Whether the conversation came to an end, and is graded."""
-        return self not in _CAME_TO_NOTHING
+        return self not in _LOST
 
 
-_CAME_TO_NOTHING = frozenset({Status.FAILED, Status.EMPTY, Status.TIMED_OUT, Status.CANCELLED})
+_LOST = frozenset({Status.FAILED, Status.EMPTY, Status.TIMED_OUT, Status.CANCELLED})
 ENDS: tuple[Status, ...] = tuple(status for status in Status if status.ended)
 """The ways in which a conversation ends, in the order of the metrics."""
 
@@ -113,7 +113,7 @@ class WithColumns:
 
 @dataclass(slots=True, init=False)
 class Completion(WithColumns):
-    """One sample of a prompt, as the generator made it: no reward, no advantage, no group.
+    """What a generator sampled for one prompt, in one turn: no reward, no advantage, no group.
 
     Example:
         Completion(policy_version=3, prompt_idx=0, prompt_token_ids=[7, 8], text="4 7 [ANSWER] 11",
@@ -121,7 +121,7 @@ class Completion(WithColumns):
     """
 
     policy_version: int
-    """The oldest weights that sampled any of its tokens."""
+    """The oldest policy version that sampled any of the tokens."""
     prompt_idx: int
     """Index of the prompt in the `generate` call that made this completion."""
     prompt_token_ids: list[int]
@@ -129,8 +129,8 @@ class Completion(WithColumns):
     token_ids: list[int]
     finish_reason: FinishReason
     columns: dict[str, Any]
-    """Per-token data of the generator, by column; any column that is declared may be given by its
-    name as a keyword, too. One that is None is left out."""
+    """Per-token data of the generator, by column. Any declared column may also be given as a
+    keyword. A column that is None is left out."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class Attribution:
 
 
 SAMPLED = Attribution("assistant", content=True, sampled=True)
-"""The attribution of every token of the model's own."""
+"""The attribution of every token that the model sampled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +196,7 @@ class Rollout:
     """One sample of a prompt from start to end: the turns of the model, and the conversation they
     make. A task without tools and answers has rollouts of one turn.
 
-    Reward functions get it; like a Completion, it has `text` and `token_ids`.
+    Reward functions get a Rollout; like a Completion, it has `text` and `token_ids`.
     """
 
     turns: list[Turn]
@@ -204,20 +204,20 @@ class Rollout:
     messages: list[Message]
     """The whole conversation, from the prompt to the model's last message."""
     status: Status = Status.FINISHED
-    """How it ended."""
+    """How the rollout ended."""
     state: dict[str, Any] = field(default_factory=dict)
-    """The state of its conversation: `Example.state`, as the task's tools have changed it."""
+    """The state of the conversation: `Example.state`, as the task's tools have changed it."""
     outcomes: list[Outcome] = field(default_factory=list)
     """The outcome of each tool call, in order."""
     failure: str = ""
-    """Why it came to nothing, or why the environment failed, if one did."""
+    """Why the rollout was lost, or why the environment failed, if one did."""
     group_id: str = ""
-    """The prompt group it is a sample of."""
+    """The prompt group that the rollout belongs to."""
     sample: int = 0
-    """Its number in the group."""
+    """The number of the rollout in its group."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """How long it waited in each phase: generate, respond, grade. Conversations that share a call
-    share its time."""
+    """Seconds in each phase: generate, respond, grade. Conversations that share a call share its
+    time."""
 
     def __post_init__(self) -> None:
         turns = [turn if isinstance(turn, Turn) else Turn(turn) for turn in self.turns]
@@ -231,7 +231,7 @@ class Rollout:
 
     @property
     def text(self) -> str:
-        """The text of its last turn."""
+        """The text of the last turn."""
         return self.turns[-1].completion.text
 
     @property
@@ -241,36 +241,36 @@ class Rollout:
 
     @property
     def finish_reason(self) -> FinishReason:
-        """The finish reason of its last turn."""
+        """The finish reason of the last turn."""
         return self.turns[-1].completion.finish_reason
 
     @property
     def policy_version(self) -> int:
-        """The oldest weights that sampled any of its tokens."""
+        """The oldest policy version that sampled any of the tokens."""
         return min(turn.completion.policy_version for turn in self.turns)
 
     def failed(self, status: Status, reason: str) -> "Rollout":
-        """The rollout, with how and why it came to nothing."""
+        """The rollout as a lost one, with its status and the reason."""
         return replace(self, status=status, failure=reason)
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredCompletion:
-    """A sample and what the task's reward function said of it."""
+    """A sample and what the task's reward function returned for it."""
 
     completion: Completion | Rollout
     reward: float
     correct: bool
-    """Whether the task counts this as a right answer: the mean over prompts is the accuracy."""
+    """Whether the task counts the sample as correct: the mean of this is the accuracy."""
     reward_parts: dict[str, float] = field(default_factory=dict)
     """Named parts of the reward, for the log only."""
 
 
 @dataclass(slots=True, init=False)
 class Episode(WithColumns):
-    """The flat sample the trainer consumes: tokens, and in columns what to learn from them.
+    """One flat sequence that the trainer learns from: tokens, and in columns what they train.
 
-    Flat and without a rollout in it, so an actor may attach metadata upstream that never gets here.
+    An episode contains no rollout: what else is known of one never reaches the trainer.
     """
 
     policy_version: int
@@ -280,10 +280,10 @@ class Episode(WithColumns):
     task: str
     group_id: str
     name: str
-    """Name of its sequence, `<group>/<sample>/<number>`, for the token export."""
+    """Name of the sequence, `<group>/<sample>/<number>`, for the token export."""
     columns: dict[str, Any]
-    """Per-token data, by column; each may be given by its name as a keyword, too. One that is None
-    is left out; the advantage must be given."""
+    """Per-token data, by column. Each column may also be given as a keyword. A column that is None
+    is left out. The advantage must be given."""
 
     def __init__(
         self,
@@ -307,17 +307,17 @@ class Episode(WithColumns):
 
     @property
     def advantage(self) -> float:
-        """The factor of its tokens that train by RL."""
+        """The advantage of all tokens that train by RL."""
         return self.columns["advantage"]
 
     @property
     def temperature(self) -> float:
-        """The temperature that it was sampled with."""
+        """The temperature that the tokens were sampled with."""
         return self.columns["temperature"]
 
     @property
     def weight(self) -> float:
-        """Multiplies its loss; set by the reduction."""
+        """Factor of the loss of all tokens; set by the reduction."""
         return self.columns["weight"]
 
     @property
@@ -327,13 +327,13 @@ class Episode(WithColumns):
 
     @property
     def echo_alpha(self) -> list[float] | None:
-        """Weight of a token's cross-entropy beside RL; NaN where it has none. A token with a
-        weight, be it 0, is out of RL."""
+        """Weight of each token's cross-entropy; NaN where a token does not echo. A token with a
+        weight, even 0, does not train by RL."""
         return self.columns.get("echo_alpha")
 
     @property
     def echoes(self) -> bool:
-        """Whether any of its tokens trains by cross-entropy."""
+        """Whether any token trains by cross-entropy."""
         return not all(map(math.isnan, self.echo_alpha or ()))
 
     @property

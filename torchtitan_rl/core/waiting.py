@@ -1,4 +1,4 @@
-"""Waiting for several things at once, and no longer than anybody wants them; without Monarch."""
+"""Waiting for several things at once, until they are done or nobody needs them; without Monarch."""
 
 import asyncio
 import inspect

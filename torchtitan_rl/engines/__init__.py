@@ -1,1 +1,1 @@
-"""Inference engines behind the generator."""
+"""Inference engines that generators sample with."""

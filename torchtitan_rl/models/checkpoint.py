@@ -14,13 +14,14 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer import CheckpointManager, ModelWrapper
 
+from torchtitan_rl.config.checkpoint import AsyncMode
 from torchtitan_rl.models.hf import (
     atomic_folder,
     copy_companion_files,
     hf_dtype,
     read_hf_config,
 )
-from torchtitan_rl.observability.run_folder import find_checkpoints
+from torchtitan_rl.observability.run_folder import find_checkpoints, remove_half_checkpoints
 
 
 @dataclass(slots=True)
@@ -31,16 +32,20 @@ class TrainState(Stateful):
     """Number of finished steps of the controller."""
     policy_version: int = 0
     """Number of batches trained on; a step without a trainable episode has none."""
+    echo_factor: float = 0.0
+    """What the next update multiplies all echo weights by; 0: not known yet."""
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "step": torch.tensor(self.step),
             "policy_version": torch.tensor(self.policy_version),
+            "echo_factor": torch.tensor(self.echo_factor, dtype=torch.float64),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.step = int(state_dict["step"])
         self.policy_version = int(state_dict["policy_version"])
+        self.echo_factor = float(state_dict["echo_factor"])
 
 
 class Checkpoints:
@@ -51,6 +56,7 @@ class Checkpoints:
         *,
         folder: str,
         keep: int,
+        async_mode: AsyncMode = "disabled",
         model: nn.Module,
         optimizers: Any,
         lr_schedulers: Any,
@@ -64,6 +70,7 @@ class Checkpoints:
             folder=folder,
             interval=1,
             keep_latest_k=keep,
+            async_mode=async_mode,
             initial_load_in_hf=True,
         ).build(
             dataloader=None,
@@ -75,6 +82,8 @@ class Checkpoints:
         )
         # The manager would save a dataloader; the controller derives its prompts from the step.
         self._manager.states.pop("dataloader")
+        self._step = -1
+        """The step that was saved last."""
 
     def load(self, *, resume: bool) -> None:
         """Load the newest complete checkpoint if `resume` and there is one, else the HF folder."""
@@ -83,11 +92,20 @@ class Checkpoints:
                 f"{self._manager.folder} already holds checkpoints; resume the run or use another "
                 "run name"
             )
+        if dist.get_rank() == 0:
+            remove_half_checkpoints(self._manager.folder)
         self._manager.load()
 
-    def save(self, step: int) -> None:
-        """Write `step-<step>`; it counts as a checkpoint once its last file is in place."""
-        self._manager.save(step)
+    def save(self, step: int, *, wait: bool = True) -> None:
+        """Write `step-<step>`; it counts as a checkpoint once its last file is in place. Without
+        `wait` an asynchronous one may still be under way, of a copy of what is saved. An error of
+        it comes out of the next call."""
+        under_way = self._manager.save_future is not None and step == self._step
+        if not under_way:
+            self._manager.save(step)  # it waits for the one before
+            self._step = step
+        if wait:
+            self._manager.maybe_wait_for_saving()
 
     def hf_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The full weights under their HF names, one at a time."""

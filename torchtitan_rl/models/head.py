@@ -15,7 +15,7 @@ from torchtitan_rl.models.logprobs import WHOLE_VOCABULARY, VocabShard, chosen_l
 
 @dataclass(slots=True)
 class Chosen:
-    """Tokens whose logprobs are computed, and where in the computed row they are predicted."""
+    """Tokens whose logprobs are computed, and where in the row they are predicted."""
 
     predictors: torch.Tensor  # [tokens] index in the row; an index may occur more than once
     targets: torch.Tensor  # [tokens]

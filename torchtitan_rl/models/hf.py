@@ -190,9 +190,21 @@ def hf_dtype(config: dict[str, Any]) -> torch.dtype:
     return dtype
 
 
-def check_parallelism(hf: dict[str, Any], *, tensor_parallel: int, who: str) -> None:
-    """Refuse a tensor parallelism that does not divide heads and experts, before any process
-    starts."""
+def check_parallelism(
+    hf: dict[str, Any], *, tensor_parallel: int, expert_parallel: int = 1, who: str
+) -> None:
+    """Refuse tensor parallelism that does not divide heads and experts, and expert parallelism that
+    does not divide their number, before any process starts."""
+    if expert_parallel > 1 and hf.get("num_experts", 0) % expert_parallel:
+        raise ValueError(
+            f"{who} expert parallelism of {expert_parallel} does not divide the model's "
+            f"num_experts ({hf['num_experts']}); choose a divisor of it"
+        )
+    if expert_parallel > 1 and not moe_layers(hf):
+        raise ValueError(
+            f"{who} expert parallelism is {expert_parallel}, but the model has no experts; set "
+            "expert_parallel_degree to 1"
+        )
     names = ["num_attention_heads", "num_key_value_heads"]
     if moe_layers(hf):
         names.append("moe_intermediate_size")

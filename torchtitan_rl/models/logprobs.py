@@ -1,8 +1,7 @@
 """Logprobs of chosen tokens straight from hidden states, at the positions that train and no others.
 
 Logits are made a piece at a time, in the forward pass and again in the backward pass, so that
-[tokens, vocab] in fp32, by far the largest tensor of a step, never exists whole. Only where it is
-small is it made at once, and kept for the backward pass.
+[tokens, vocab] in fp32, by far the largest tensor of a step, never exists whole.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,15 +10,10 @@ from typing import Any
 
 import torch
 
-from torchtitan_rl.models.cpu.products import times_transposed
-from torchtitan_rl.platform.switches import enabled
+from torchtitan_rl.platform import device_type
 
 PIECE_ELEMENTS = {"cpu": 2**23, "cuda": 2**27}
 """Logits in one piece: 32 MB in fp32 on a CPU; a GPU needs larger ones to be busy."""
-
-KEPT_ELEMENTS = {"cpu": 2**26} if enabled("kept_logits") else {}
-"""So few logits are one piece, and are not made again: a quarter of the head's products less. 256
-MB at most are kept. Other devices keep none."""
 
 BLOCK_ELEMENTS = {"cpu": 2**19}
 """Logits that are gone over together: on a CPU so few that they stay in its cache meanwhile."""
@@ -71,21 +65,12 @@ def chosen_logprobs(
         >>> chosen_logprobs(hidden, weight, torch.tensor([3]), torch.ones(1))[0].exp()
         tensor([0.2500])
     """
-    # Within the function it is always off.
-    trains = torch.is_grad_enabled()
-    return _ChosenLogprobs.apply(hidden, weight, targets, temperatures, shard, trains, add_to_grad)
-
-
-def _few(tokens: int, weight: torch.Tensor, shard: VocabShard) -> bool:
-    rows = shard.largest or len(weight)
-    return tokens * rows <= KEPT_ELEMENTS.get(weight.device.type, 0)
+    return _ChosenLogprobs.apply(hidden, weight, targets, temperatures, shard, add_to_grad)
 
 
 def _pieces(tokens: int, weight: torch.Tensor, shard: VocabShard) -> Iterator[slice]:
     rows = shard.largest or len(weight)
-    size = max(1, PIECE_ELEMENTS.get(weight.device.type, 2**23) // rows)
-    if _few(tokens, weight, shard):
-        size = max(1, tokens)
+    size = max(1, PIECE_ELEMENTS[device_type()] // rows)
     for start in range(0, tokens, size):
         yield slice(start, start + size)
 
@@ -93,19 +78,19 @@ def _pieces(tokens: int, weight: torch.Tensor, shard: VocabShard) -> Iterator[sl
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
     scale = temperatures.unsqueeze(-1)
     if hidden.dtype == torch.float32:  # hidden states are fewer than logits
-        return times_transposed(hidden / scale, weight)
+        return (hidden / scale) @ weight.T
     return (hidden @ weight.T).float().div_(scale)
 
 
-def _statistics(logits: torch.Tensor, *, keep: bool) -> tuple[torch.Tensor, ...]:
-    """For each token the largest of its logits [tokens, vocab] (`top`), and the sums over the
+def _statistics(logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """For each token, the largest of its logits [tokens, vocab] (`top`), and the sums over the
     vocabulary of exp(logit - top) and of exp(logit - top)·(logit - top).
 
-    Logits are overwritten: with `keep` by exp(logit - top), else by intermediate values. The
-    largest logit is subtracted first, because differences of large numbers would cost digits.
+    Logits are overwritten by logit - top. The largest logit is subtracted first, because
+    differences of large numbers would cost digits.
     """
     tops, totals, moments = (logits.new_empty(len(logits)) for _ in range(3))
-    size = BLOCK_ELEMENTS.get(logits.device.type, logits.numel()) // max(1, logits.shape[-1])
+    size = BLOCK_ELEMENTS.get(device_type(), logits.numel()) // max(1, logits.shape[-1])
     for start in range(0, len(logits), max(1, size)):
         block = slice(start, start + max(1, size))
         tops[block] = top = logits[block].amax(-1)
@@ -113,8 +98,6 @@ def _statistics(logits: torch.Tensor, *, keep: bool) -> tuple[torch.Tensor, ...]
         exps = shifted.exp()
         totals[block] = exps.sum(-1)
         moments[block] = torch.linalg.vecdot(exps, shifted)
-        if keep:
-            shifted.copy_(exps)
     return tops, totals, moments
 
 
@@ -127,7 +110,6 @@ class _ChosenLogprobs(torch.autograd.Function):
         targets: torch.Tensor,
         temperatures: torch.Tensor,
         shard: VocabShard,
-        trains: bool,
         add_to_grad: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = len(targets)
@@ -135,13 +117,11 @@ class _ChosenLogprobs(torch.autograd.Function):
         logprobs, entropies, log_totals = (
             hidden.new_empty(tokens, dtype=torch.float32) for _ in range(3)
         )
-        kept = None
         for piece in _pieces(tokens, weight, shard):
             logits = _logits(hidden[piece], weight, temperatures[piece])
             rows, here = shard.own(targets[piece], len(weight))
             chosen = logits.gather(-1, rows.unsqueeze(-1)).squeeze(-1)
-            keep = trains and _few(tokens, weight, shard)
-            own_top, own_total, own_moment = _statistics(logits, keep=keep)
+            own_top, own_total, own_moment = _statistics(logits)
             # The shards' sums, as if all had started from the largest logit of the vocabulary.
             top = shard.max(own_top.clone())
             lower = own_top - top
@@ -151,10 +131,8 @@ class _ChosenLogprobs(torch.autograd.Function):
             logprobs[piece] = chosen - total.log()
             entropies[piece] = total.log() - moment / total
             log_totals[piece] = top + total.log()
-            if keep:
-                kept, ctx.kept_scale = logits, lower.exp() / total
             del logits  # before the next piece is made, not after
-        ctx.save_for_backward(hidden, weight, targets, temperatures, log_totals, kept)
+        ctx.save_for_backward(hidden, weight, targets, temperatures, log_totals)
         ctx.shard = shard
         ctx.weight = weight if add_to_grad else None
         ctx.mark_non_differentiable(entropies)
@@ -163,7 +141,7 @@ class _ChosenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
         """d log p(target) / d logits = (one-hot of the target - p) / temperature."""
-        hidden, weight, targets, temperatures, log_totals, kept = ctx.saved_tensors
+        hidden, weight, targets, temperatures, log_totals = ctx.saved_tensors
         scale = grad / temperatures
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
         of_weight = ctx.needs_input_grad[1]
@@ -172,14 +150,10 @@ class _ChosenLogprobs(torch.autograd.Function):
         in_place = held is not None and held.dtype == torch.float32
         grad_weight = held if in_place else None
         for piece in _pieces(len(targets), weight, ctx.shard):
-            if kept is not None:
-                # In its place: nobody needs it any more.
-                grad_logits = kept.mul_((scale * ctx.kept_scale).neg_().unsqueeze(-1))
-            else:
-                logits = _logits(hidden[piece], weight, temperatures[piece])
-                probabilities = logits.sub_(log_totals[piece].unsqueeze(-1)).exp_()
-                grad_logits = probabilities.mul_(-scale[piece].unsqueeze(-1))
-                del logits, probabilities
+            logits = _logits(hidden[piece], weight, temperatures[piece])
+            probabilities = logits.sub_(log_totals[piece].unsqueeze(-1)).exp_()
+            grad_logits = probabilities.mul_(-scale[piece].unsqueeze(-1))
+            del logits, probabilities
             rows, here = ctx.shard.own(targets[piece], len(weight))
             grad_logits.scatter_add_(-1, rows.unsqueeze(-1), (scale[piece] * here).unsqueeze(-1))
             grad_logits = grad_logits.to(weight.dtype)
@@ -189,10 +163,10 @@ class _ChosenLogprobs(torch.autograd.Function):
             del grad_logits
         grad_hidden = ctx.shard.sum(grad_hidden)
         if in_place or not of_weight:
-            return grad_hidden.to(hidden.dtype), *[None] * 6
+            return grad_hidden.to(hidden.dtype), *[None] * 5
         if grad_weight is None:  # there was no token
             grad_weight = torch.zeros_like(weight)
-        return grad_hidden.to(hidden.dtype), grad_weight.to(weight.dtype), *[None] * 5
+        return grad_hidden.to(hidden.dtype), grad_weight.to(weight.dtype), *[None] * 4
 
 
 def _plus_product(

@@ -1,21 +1,18 @@
 """One process's share of a model on a mesh: the common part of trainer and reference."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.models.common.attention import create_varlen_metadata_for_document
 
 from torchtitan_rl.batching.documents import (
-    Document,
     Segment,
-    needed,
     positions,
     predecessors,
     segment_ids,
@@ -23,41 +20,75 @@ from torchtitan_rl.batching.documents import (
 )
 from torchtitan_rl.batching.microbatch import Microbatch
 from torchtitan_rl.config.parallelism import Parallelism
+from torchtitan_rl.config.trainer import Checkpointing, GradientSync
 from torchtitan_rl.models.cpu.attention import AttentionPlan
+from torchtitan_rl.models.cuda.attention import VarlenPlan, try_attention, varlen_plan
 from torchtitan_rl.models.head import Chosen, LogprobHead
-from torchtitan_rl.models.parallel import build_parallel_model
+from torchtitan_rl.models.parallel import (
+    build_parallel_model,
+    discard_gradients,
+    expect_backward,
+)
 from torchtitan_rl.models.router_replay import replay_routing
 from torchtitan_rl.models.spec import model_spec
 from torchtitan_rl.platform import Dtype, device_type
-from torchtitan_rl.platform.switches import enabled
 
 
 @dataclass(slots=True)
 class Predicted:
-    """The tokens of a microbatch that train, flattened: every tensor is [tokens]."""
+    """The tokens of a microbatch that train, flattened: every tensor is [tokens].
+
+    What tokens are chosen by is on the CPU: to choose by it waits for no GPU.
+    """
 
     logprobs: torch.Tensor
     entropies: torch.Tensor
     streams: dict[str, torch.Tensor]
     """Streams of the microbatch at these tokens."""
     sequence_ids: torch.Tensor
-    """Number of the sequence that each token belongs to."""
+    """Number of the sequence that each token belongs to; on the CPU."""
+    sequences: int
+    """Sequences of the microbatch."""
+    by_rl: torch.Tensor
+    """Whether a token trains by RL, else by echo; on the CPU."""
     hidden: torch.Tensor | None = None
     """[tokens, dim] states that the tokens are predicted from, if they were asked for; after the
     backward pass with their gradient."""
 
     def where(self, chosen: torch.Tensor) -> "Predicted":
-        """The predictions at a selection of the tokens."""
+        """The predictions at a selection of the tokens, a mask on the CPU."""
         if chosen.all():
             return self
-        streams = {name: stream[chosen] for name, stream in self.streams.items()}
-        return Predicted(
-            self.logprobs[chosen], self.entropies[chosen], streams, self.sequence_ids[chosen]
+        own = chosen.nonzero().squeeze(-1)
+        index = _sent(own, self.logprobs.device)
+        return replace(
+            self,
+            logprobs=self.logprobs.index_select(0, index),
+            entropies=self.entropies.index_select(0, index),
+            streams={name: stream.index_select(0, index) for name, stream in self.streams.items()},
+            sequence_ids=self.sequence_ids[own],
+            by_rl=self.by_rl[own],
+            hidden=None,
         )
 
 
+def join_process_group() -> torch.device:
+    """Join the process group of this process's mesh; returns the device that it computes on."""
+    dist.init_process_group("gloo" if device_type() == "cpu" else "cuda:nccl,cpu:gloo")
+    device = torch.device(device_type())
+    if device_type() == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        try_attention(device)
+    return device
+
+
 class ModelRank:
-    """A model in the process group of its mesh; its memory is allocated, its weights not loaded."""
+    """A model in the process group of its mesh; its memory is allocated, its weights not loaded.
+
+    `join` joins that group and says on which device to compute; memory is allocated in the context
+    `allocating`. A trace brings its own of both.
+    """
 
     def __init__(
         self,
@@ -66,20 +97,27 @@ class ModelRank:
         *,
         dtype: Dtype,
         seed: int,
-        activation_checkpoint: Literal["none", "full"] = "none",
+        activation_checkpoint: Checkpointing = "none",
+        compile: bool = False,
+        inference: bool = False,
+        join: Callable[[], torch.device] = join_process_group,
+        allocating: AbstractContextManager[object] | None = None,
     ) -> None:
         torch.manual_seed(seed)
-        dist.init_process_group("gloo" if device_type() == "cpu" else "cuda:nccl,cpu:gloo")
-        self.device = torch.device(device_type())
-        if device_type() == "cuda":
-            self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-            torch.cuda.set_device(self.device)
+        self.device = join()
         # As torchtitan does: recomputation in the backward pass needs the thread that set it up.
         torch.autograd.set_multithreading_enabled(False)
         self.spec = model_spec(folder)
         self.adapter = self.spec.state_dict_adapter(self.spec.model, folder)
         self.model, self.parallel_dims = build_parallel_model(
-            self.spec, parallelism, dtype=dtype, activation_checkpoint=activation_checkpoint
+            self.spec,
+            parallelism,
+            dtype=dtype,
+            activation_checkpoint=activation_checkpoint,
+            compile=compile,
+            inference=inference,
+            device=self.device,
+            allocating=allocating,
         )
 
         head = self.model.get_submodule("lm_head")
@@ -104,40 +142,54 @@ class ModelRank:
         episodes name; padding, which has none, goes where the router sends it."""
         if not (on and cell.real):
             return replay_routing(self.model, None)
-        where, _ = _needed(cell.documents)
-        return replay_routing(self.model, cell.streams["routed_experts"][where])
+        return replay_routing(self.model, cell.streams["routed_experts"])
 
     def predict(self, cell: Microbatch, *, keep_hidden: bool = False) -> Predicted:
         """A forward pass: logprobs of the tokens that train; token i is predicted at i - 1."""
         row = segments(cell.documents)
-        where, documents = _needed(cell.documents)
         trains = _trained(cell)
-        streams = {n: stream[trains].to(self.device) for n, stream in cell.streams.items()}
+        own = {name: stream[trains] for name, stream in cell.streams.items()}
         # Echo tokens were not sampled, so there is no sampling temperature.
-        streams["temperature"][cell.echoes[trains]] = 1.0
-        # Every predictor is among the computed tokens, which keep the order of the row.
-        predictors = torch.searchsorted(where, predecessors(row)[trains])
-        predictors, sequence_ids = (
-            values.to(self.device) for values in (predictors, segment_ids(row)[trains])
-        )
+        own["temperature"] = own["temperature"].masked_fill(cell.echoes[trains], 1.0)
+        streams = {name: _sent(stream, self.device) for name, stream in own.items()}
+        predictors = _sent(predecessors(row)[trains], self.device)
         self.head.chosen = Chosen(predictors, streams["tokens"], streams["temperature"])
         self.head.keeps_hidden = keep_hidden
         tokens, places = (
-            t[where].unsqueeze(0).to(self.device) for t in (cell.streams["tokens"], positions(row))
+            _sent(t.unsqueeze(0), self.device) for t in (cell.streams["tokens"], positions(row))
         )
-        plan = self._attention_plan(segments(documents), places)
+        plan = self._attention_plan(row)
         logprobs, entropies = self.model(tokens, places, plan)
         hidden, self.head.hidden = self.head.hidden, None
-        return Predicted(logprobs, entropies, streams, sequence_ids, hidden)
+        sequence_ids, by_rl = segment_ids(row)[trains], own["loss_mask"]
+        return Predicted(logprobs, entropies, streams, sequence_ids, len(row), by_rl, hidden)
 
-    def _attention_plan(self, row: list[Segment], places: torch.Tensor) -> Any:
-        if device_type() == "cpu":
-            return AttentionPlan(row)
-        return create_varlen_metadata_for_document(places)
+    def _attention_plan(self, row: list[Segment]) -> AttentionPlan | VarlenPlan:
+        return AttentionPlan(row) if device_type() == "cpu" else varlen_plan(row, self.device)
+
+    def expect_backward(self, *, last: bool, sync: GradientSync) -> None:
+        """Say before a forward pass whether its backward pass is the last of the update."""
+        expect_backward(self.model, last=last, sync=sync)
+
+    def discard_gradients(self) -> None:
+        """Forget the gradients of an update that an error has ended."""
+        discard_gradients(self.model)
+
+    def reshard(self) -> None:
+        """Keep this process's share of the weights only: after a pass without gradients FSDP still
+        has the outermost ones whole."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def clip_gradients(self, most: float) -> torch.Tensor:
         """Scale the gradients down to a norm of `most`; returns the norm they had."""
-        return dist_utils.clip_grad_norm_(list(self.model.parameters()), most, foreach=True)
+        return dist_utils.clip_grad_norm_(
+            list(self.model.parameters()),
+            most,
+            foreach=True,
+            ep_enabled=self.parallel_dims.ep_enabled,
+        )
 
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """Gradients by parameter name, gathered from all ranks."""
@@ -155,12 +207,12 @@ class ModelRank:
         return values
 
 
+def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the CPU on another device. The copy takes its turn there and is not waited for,
+    but what is not pinned CUDA has read when this returns: the tensor may then be overwritten."""
+    return tensor.to(device, non_blocking=True)
+
+
 def _trained(cell: Microbatch) -> torch.Tensor:
     """Indices in the row of the tokens that train, by RL or by echo."""
     return (cell.streams["loss_mask"] | cell.echoes).nonzero().squeeze(-1)
-
-
-def _needed(documents: Sequence[Document]) -> tuple[torch.Tensor, Sequence[Document]]:
-    if enabled("last_token"):
-        return needed(documents)
-    return torch.arange(sum(document.tokens for document in documents)), documents

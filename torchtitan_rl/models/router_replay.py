@@ -57,8 +57,8 @@ def _placed_like(scores: torch.Tensor, selection: torch.Tensor) -> torch.Tensor:
 def replay_routing(model: nn.Module, routing: torch.Tensor | None) -> Iterator[None]:
     """Replay `routing` in every forward pass and recomputation inside the block.
 
-    `routing` is [tokens, MoE layers, top_k] expert numbers: the computed tokens in row order, and
-    the layers with experts in the order of their numbers (dense layers have no entry). None replays
+    `routing` is [tokens, MoE layers, top_k] expert numbers: the tokens in row order, and the
+    layers with experts in the order of their numbers (dense layers have no entry). None replays
     nothing, for a microbatch of padding alone. The backward pass must be inside the block too:
     activation checkpointing runs the routers again.
 
@@ -72,7 +72,7 @@ def replay_routing(model: nn.Module, routing: torch.Tensor | None) -> Iterator[N
         if routing is not None:
             _check(routers, routing)
             device = next(model.parameters()).device
-            selections = routing.to(device, torch.int64).unbind(dim=1)
+            selections = routing.to(device, torch.int64, non_blocking=True).unbind(dim=1)
             for router, selection in zip(routers, selections, strict=True):
                 router.selection = selection.contiguous()
         yield

@@ -97,6 +97,15 @@ class LocalWeights:
             for origin in origins[name]:
                 self._owned += _owned(name, tuple(parameter.shape), local, start, origin)
 
+    @property
+    def numel(self) -> int:
+        """Number of values that this rank publishes."""
+        return sum(
+            parameter.to_local().numel() if isinstance(parameter, DTensor) else parameter.numel()
+            for parameter in self._parameters.values()
+            if _publishes(parameter)
+        )
+
     @torch.no_grad()
     def shards(self) -> list[Shard]:
         """Shards of the live weights; copy them before the next optimizer step.
@@ -104,8 +113,8 @@ class LocalWeights:
         The same objects are returned until the memory of a parameter moves, as it may when a
         checkpoint is loaded.
         """
-        local = {
-            name: p.to_local() if isinstance(p, DTensor) else p
+        local = {  # detached: even here a view of a parameter wants a gradient
+            name: (p.to_local() if isinstance(p, DTensor) else p).detach()
             for name, p in self._parameters.items()
         }
         # The shards keep their memory alive, so nothing else can get the same addresses.

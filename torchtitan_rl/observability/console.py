@@ -10,18 +10,27 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
+from torchtitan_rl.core.intervals import change_interval, share_interval
 from torchtitan_rl.observability.run_folder import RunFolder
 from torchtitan_rl.observability.sinks import read_metrics
 
 FAILED_PROMPTS = "rollouts/failed/evaluation"
 """Metric: held-out prompts that failed, so that an evaluation's numbers leave them out."""
+NO_MEANS = ("eval/prompts", FAILED_PROMPTS)
+"""How the metrics of an evaluation begin that count prompts."""
 
 console = Console(highlight=False, soft_wrap=True)
 error_console = Console(highlight=False, soft_wrap=True, stderr=True)
+
+
+def print_error(what: str, message: str) -> None:
+    """Print an error to stderr: what went wrong in red, then the message as it is, with brackets
+    and backslashes."""
+    error_console.print(Text.assemble((what, "bold red"), f": {message}"))
 
 
 def busy(what: str) -> AbstractContextManager:
@@ -175,18 +184,47 @@ def _print_evaluations(
     alike = FAILED_PROMPTS not in before.keys() | after.keys() and counts[0] == counts[1]
     many = f"{before['eval/prompts']:.0f} " if alike and "eval/prompts" in before else ""
     table = Table(
-        title=f"{escape(folder.path.name)}: greedy, on {many}held-out prompts",
+        title=Text(f"{folder.path.name}: greedy, on {many}held-out prompts"),
         title_justify="left",
     )
     for column in ("", "before", "after", "change"):
         table.add_column(column, justify="right" if column else "left")
-    for key in sorted(before.keys() & after.keys() - {"eval/prompts", FAILED_PROMPTS}):
-        percent = key.startswith("eval/accuracy")
-        style = "{:.1%}" if percent else "{:.3f}"
-        change = after[key] - before[key]
-        points = f"{change * 100:+.1f} points" if percent else f"{change:+.3f}"
-        name = key.removeprefix("eval/")
-        table.add_row(name, style.format(before[key]), style.format(after[key]), points)
+    names = sorted(key for key in before.keys() & after.keys() if not key.startswith(NO_MEANS))
+    rows = [_accuracy_row if key.startswith("eval/accuracy") else _reward_row for key in names]
+    for key, row in zip(names, rows, strict=True):
+        table.add_row(key.removeprefix("eval/"), *row(key, before, after))
     if not alike:
         table.add_row("of prompts", *counts, "not the same" if counts[0] != counts[1] else "")
     console.print(table)
+    if "eval/prompts" in before and "eval/prompts" in after:
+        console.print("in brackets: 95 % intervals, i.e. what chance alone may do", markup=False)
+
+
+def _reward_row(
+    key: str, before: Mapping[str, float], after: Mapping[str, float]
+) -> tuple[str, str, str]:
+    return f"{before[key]:.3f}", f"{after[key]:.3f}", f"{after[key] - before[key]:+.3f}"
+
+
+def _accuracy_row(
+    key: str, before: Mapping[str, float], after: Mapping[str, float]
+) -> tuple[str, str, str]:
+    """Accuracy before and after, and its change in points; with intervals if it is known of how
+    many prompts they are.
+
+    Example:
+        41.5% (35–48), 84.5% (79–89), +43.0 points (+34 to +51)
+    """
+    left, right = before[key], after[key]
+    counted = key.replace("accuracy", "prompts", 1)
+    texts = f"{left:.1%}", f"{right:.1%}", f"{(right - left) * 100:+.1f} points"
+    if counted not in before or counted not in after:
+        return texts
+    counts = before[counted], after[counted]
+    one, other = share_interval(left, counts[0]), share_interval(right, counts[1])
+    low, high = change_interval(left, right, counts)
+    return (
+        f"{texts[0]} ({one[0] * 100:.0f}–{one[1] * 100:.0f})",
+        f"{texts[1]} ({other[0] * 100:.0f}–{other[1] * 100:.0f})",
+        f"{texts[2]} ({low * 100:+.0f} to {high * 100:+.0f})",
+    )

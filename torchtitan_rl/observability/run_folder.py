@@ -1,4 +1,5 @@
-"""The folder of a run, outputs/<run>/: its files, and the checks when a run is resumed."""
+"""The folder of a run, outputs/<run>/: its files, the checks when it is resumed, and its copy for
+a fork."""
 
 import json
 import os
@@ -19,12 +20,19 @@ class RunFolderError(TorchtitanRLError, ValueError):
     """The run folder cannot be used as asked; the message says what to do instead."""
 
 
+MOST_NAMED = 10
+"""Most runs that an error names."""
+STARTING_MODEL = "starting_model"
+"""Key of config.json beside the settings: the HF folder that a run started from, which a warm start
+may have made."""
+
+
 class RunFolder:
     """Paths of one run's files.
 
     Example:
         outputs/<run>/config.json  tokenizer.json  metrics.jsonl  tensorboard/  rollouts/  tokens/
-        timeline.json  checkpoints/  model/  logs/
+        timeline.json  checkpoints/  model/  logs/  lock
     """
 
     def __init__(self, path: str | Path, *, resume: bool) -> None:
@@ -48,23 +56,28 @@ class RunFolder:
         if resume and not self.config_file.exists():
             raise RunFolderError(
                 f"--resume found no run in {self.relative}: drop --resume to start it, or give the "
-                "--run_name of the one to continue"
+                f"--run_name of the one to continue. {describe_runs(self.path.parent)}"
             )
 
     @property
     def relative(self) -> str:
         return os.path.relpath(self.path)
 
-    def changes(self, config: dict[str, Any], *, fixed: Iterable[str] = ()) -> list[str]:
+    def read_config(self) -> dict[str, Any]:
+        """What config.json says; empty if there is none."""
+        return json.loads(self.config_file.read_text()) if self.config_file.exists() else {}
+
+    def changes(
+        self, config: dict[str, Any], *, fixed: Iterable[str] = (), free: Iterable[str] = ()
+    ) -> list[str]:
         """Settings that differ from the run that is resumed. `fixed` are dotted names of settings,
-        or of groups of them, that may not differ: see `config.resume.fixed_settings`."""
-        if not self.config_file.exists():
-            return []
+        or of groups of them, that may not differ, and `free` those that may, for the error: see
+        config/resume.py."""
         # A run of an earlier version may know a setting under another name.
-        before = {
-            new_name(key) or key: value
-            for key, value in _flat(json.loads(self.config_file.read_text())).items()
-        }
+        before = {new_name(key) or key: value for key, value in _flat(self.read_config()).items()}
+        if not before:
+            return []
+        before.pop(STARTING_MODEL, None)
         after = _flat(json.loads(json.dumps(config)))
         changes = [
             f"{key}: {before.get(key)} → {after.get(key)}"
@@ -76,21 +89,29 @@ class RunFolder:
         kept = tuple(f"{name}{end}" for name in fixed for end in (".", ":"))
         if refused := [change for change in known if change.startswith(kept)]:
             raise RunFolderError(
-                f"a resumed run cannot change {'; '.join(refused)}: resume with the command it was "
-                "started with"
+                f"a resumed run cannot change {'; '.join(refused)}. It may change "
+                f"{', '.join(free) or 'nothing else'}. For anything else start a new run from its "
+                f"checkpoint: --fork_from {self.relative} --run_name <new name>, without --resume"
             )
         return changes
 
     def create(
-        self, config: dict[str, Any], *, fixed: Iterable[str] = (), model: Path | None = None
+        self,
+        config: dict[str, Any],
+        *,
+        fixed: Iterable[str] = (),
+        free: Iterable[str] = (),
+        model: Path | None = None,
     ) -> list[str]:
         """Make the folder and write the config; returns the settings that a resumed run has
         changed.
 
-        With the `model` that the run starts from, its tokenizer is copied too, so that the page can
-        decode token ids.
+        With the `model` that the run starts from, its path is written too, for forks; and its
+        tokenizer is copied, so that the page can decode token ids.
         """
-        changes = self.changes(config, fixed=fixed)
+        changes = self.changes(config, fixed=fixed, free=free)
+        if model:
+            config = {**config, STARTING_MODEL: str(model)}
         self.logs.mkdir(parents=True, exist_ok=True)
         temporary = self.config_file.with_suffix(".tmp")
         temporary.write_text(json.dumps(config, indent=2))
@@ -103,6 +124,27 @@ class RunFolder:
         """Step of the newest complete checkpoint."""
         found = find_checkpoints(self.checkpoints)
         return found[-1] if found else None
+
+    def copy_checkpoint(self, source: Path, step: int) -> None:
+        """Take over a checkpoint of the run in the folder `source`, unless this one has it.
+
+        Files are linked where the file system can do that: no run writes to a complete checkpoint,
+        and one that removes its own leaves this one as it is.
+        """
+        name = f"step-{step}"
+        if step in find_checkpoints(self.checkpoints):
+            return
+        temporary = self.checkpoints / f".copy-{step}"  # no name of a checkpoint
+        for old in (temporary, self.checkpoints / name):  # an earlier attempt was killed
+            shutil.rmtree(old, ignore_errors=True)
+        try:
+            shutil.copytree(source / "checkpoints" / name, temporary, copy_function=_link_or_copy)
+        except OSError as error:
+            raise RunFolderError(
+                f"the checkpoint {name} of {os.path.relpath(source)} cannot be copied: {error}. A "
+                "run that goes on removes old ones (checkpoint.keep): name another, or try again"
+            ) from error
+        temporary.rename(self.checkpoints / name)
 
     def forget_steps_from(self, step: int) -> None:
         """Remove rollouts and tokens of steps that a resumed run repeats.
@@ -138,9 +180,44 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system, or one without links
+        shutil.copy2(source, target)
+
+
+def find_runs(folder: str | Path) -> list[str]:
+    """Names of the runs in a folder of runs, the newest first. A `config.json` alone may belong to
+    a model: a run has logs, too."""
+    found = [
+        (file.stat().st_mtime, file.parent.name)
+        for file in Path(folder).glob("*/config.json")
+        if (file.parent / "logs").is_dir()
+    ]
+    return [name for _, name in sorted(found, reverse=True)]
+
+
+def describe_runs(folder: str | Path) -> str:
+    """The runs in a folder of runs, in a sentence for an error."""
+    runs, where = find_runs(folder), os.path.relpath(folder)
+    if not runs:
+        return f"There are no runs in {where}"
+    more = f", and {len(runs) - MOST_NAMED} more" if len(runs) > MOST_NAMED else ""
+    return f"Runs in {where}: {', '.join(runs[:MOST_NAMED])}{more}"
+
+
 def find_checkpoints(folder: str | Path) -> list[int]:
     """Steps with a complete checkpoint, in order; an incomplete one has no `.metadata` yet."""
     return sorted(
         int(path.parent.name.removeprefix("step-"))
         for path in Path(folder).glob("step-*/.metadata")
     )
+
+
+def remove_half_checkpoints(folder: str | Path) -> None:
+    """Remove checkpoints that were being written when their run was killed. They would count among
+    the newest, which are kept, and one that can be loaded would go."""
+    for path in Path(folder).glob("step-*"):
+        if not (path / ".metadata").exists():
+            shutil.rmtree(path, ignore_errors=True)

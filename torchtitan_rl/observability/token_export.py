@@ -30,8 +30,8 @@ class TokenExport:
     """Collects a step's microbatches and writes them on a thread, while the trainer continues.
 
     The thread computes nothing with torch: an operation there may start OpenMP threads, and with
-    more of them than cores none waits awake (`GOMP_SPINCOUNT`) for the trainer's next operation. A
-    short operation on two threads then takes 0.1 ms instead of 0.014.
+    more of them than cores none waits awake for the trainer's next operation. A short operation on
+    two threads then takes 0.1 ms instead of 0.014.
 
     There is one file per step and rank, complete or absent; a repeated step replaces its file.
 

@@ -1,22 +1,25 @@
 """Where CPU and CUDA differ, in one place.
 
-Everything else asks it which device is here (`device_type`), what a worker process needs in its
+Other modules ask this one which device is here (`device_type`), what a worker process needs in its
 environment (`worker_env`), and how libraries and models are adapted to it (`adapt_*`). torch is
-imported when it is asked: every worker imports this package, and a grader needs no torch.
+imported only by these functions: every worker imports this package, and a grader needs no torch.
 """
 
 import contextlib
 import ctypes
 import importlib.util
 import os
+import shutil
 import sys
 import types
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from torchtitan_rl.config.dtype import Dtype
+from torchtitan_rl.platform.nvml import driver_problem, read_driver
 from torchtitan_rl.platform.switches import enabled
 
 if TYPE_CHECKING:
@@ -25,9 +28,28 @@ if TYPE_CHECKING:
 DeviceType = Literal["cpu", "cuda"]
 
 
+_assumed: DeviceType | None = None
+
+
+@contextlib.contextmanager
+def assume_device(device: DeviceType) -> Iterator[None]:
+    """Inside the block, code is chosen as on a machine with this device, which need not be here:
+    for tracing, whose tensors have no memory."""
+    global _assumed
+    before, _assumed = _assumed, device
+    device_type.cache_clear()
+    try:
+        yield
+    finally:
+        _assumed = before
+        device_type.cache_clear()
+
+
 @cache
 def device_type() -> DeviceType:
     """The device this machine trains and generates on; `TORCHTITAN_RL_PLATFORM` overrides."""
+    if _assumed:
+        return _assumed
     chosen = os.environ.get("TORCHTITAN_RL_PLATFORM", "")
     if chosen not in ("", "cpu", "cuda"):
         raise ValueError(f"TORCHTITAN_RL_PLATFORM is {chosen!r}; it can be 'cpu' or 'cuda'")
@@ -35,9 +57,22 @@ def device_type() -> DeviceType:
         return "cpu"
     import torch
 
-    if chosen == "cuda" and not torch.cuda.is_available():
+    if torch.cuda.is_available():
+        return "cuda"
+    if why := why_no_cuda(torch.version.cuda):
+        raise ValueError(f"torch cannot use the GPUs of this machine: {why}")
+    if chosen == "cuda":
         raise ValueError("TORCHTITAN_RL_PLATFORM is 'cuda' but torch sees no CUDA device here")
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return "cpu"
+
+
+def why_no_cuda(cuda: str | None) -> str:
+    """Why GPUs that are here cannot be used by a torch that was built for this version of CUDA, and
+    what to do; empty if nothing is wrong with the driver, or if no GPU is to be used."""
+    if cuda is None or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return ""
+    driver = read_driver()
+    return driver_problem(driver, cuda) if driver else ""
 
 
 def resolve_dtype(dtype: Dtype) -> Literal["float32", "bfloat16"]:
@@ -52,18 +87,48 @@ def resolve_dtype(dtype: Dtype) -> Literal["float32", "bfloat16"]:
     return "float32" if device_type() == "cpu" else "bfloat16"
 
 
+def check_compiler() -> None:
+    """Refuse to compile layers where there is no compiler: torch would notice in the first step."""
+    variable, usual = ("CXX", ("g++",)) if device_type() == "cpu" else ("CC", ("gcc", "clang"))
+    wanted = os.environ.get(variable, "").split()[:1] or usual
+    if not any(map(shutil.which, wanted)):
+        raise ValueError(
+            f"trainer.compile needs a compiler, and there is no {' or '.join(wanted)} here: "
+            f"install one, name yours in the variable {variable}, or leave trainer.compile out"
+        )
+
+
+def available_cores() -> int:
+    """Cores that this process may use: fewer than the machine has in many a container or job."""
+    return len(os.sched_getaffinity(0))
+
+
+def default_threads(processes: int = 1) -> int:
+    """CPU threads of each process of an actor that computes, unless a setting says how many.
+
+    On a CPU the actors take turns, so all cores are for the processes of one. With GPUs they all
+    run at once, one process for each GPU.
+    """
+    shares = processes
+    if device_type() == "cuda":
+        import torch
+
+        shares = max(processes, torch.cuda.device_count())
+    return max(1, available_cores() // shares)
+
+
 def worker_env(
     threads: int,
     *,
     role: Literal["trainer", "generator", "grader", "reference", "environment"],
     gpus: Sequence[int] | None = None,
 ) -> dict[str, str]:
-    """Environment of one worker process. `threads` = 0 means all cores of this machine; `gpus` are
-    those its mesh may see, None for all.
+    """Environment of one worker process. `threads` = 0 means `default_threads`; `gpus` are those
+    its mesh may see, None for all.
 
     Thread counts are set before the process starts, because OpenMP reads them once.
     """
-    threads = threads or os.cpu_count() or 1
+    threads = threads or default_threads()
     env = {
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
@@ -76,10 +141,10 @@ def worker_env(
     }
     if device_type() == "cpu" and role in ("trainer", "generator", "reference"):
         env |= _for_computing()
-        # Rows of a new length, or batches of a new size, need new programs of oneDNN. Two caches,
-        # oneDNN's and torch's, keep 1024 of them each, which leave holes all over the heap. A step
-        # of the trainer uses about 20, in every layer, and those of steps before hardly ever again;
-        # a generator needs the same few sizes in every step.
+        # oneDNN, by which a generator multiplies, and a trainer in bf16, makes a program for every
+        # new size. Two caches, its own and torch's, keep 1024 of them each, which leave holes all
+        # over the heap. A trainer hardly ever needs those of steps before; a generator needs the
+        # same few sizes in every step.
         env["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "256" if role == "generator" else "32"
         env["LRU_CACHE_CAPACITY"] = "32"
     if gpus is not None and device_type() == "cuda":
@@ -98,18 +163,14 @@ def worker_env(
 
 
 def _for_computing() -> dict[str, str]:
-    """Settings of memory and threads for processes that compute on a CPU."""
+    """Settings of memory for processes that compute on a CPU."""
     return {
         # Keep freed memory: glibc would give large tensors back, and fault every page in again.
         "MALLOC_MMAP_THRESHOLD_": str(2**32),
         "MALLOC_TRIM_THRESHOLD_": str(2**34),
-        # The heaps that glibc gives to threads hold 64 MB at most, whatever the two above say; and
-        # trainer and engine compute on threads of their own.
+        # One heap for all threads: from the heaps that glibc gives to threads, `malloc_trim` does
+        # not give back what an engine frees that goes to sleep.
         "MALLOC_ARENA_MAX": "1",
-        # Idle threads of OpenMP sleep, so that trainer and generator leave the cores to each other
-        # when they take turns; but only after a millisecond: to be woken takes as long as many an
-        # operation.
-        "GOMP_SPINCOUNT": "30000",
     }
 
 
@@ -127,6 +188,18 @@ def release_freed_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+def memory_in_use() -> int:
+    """Bytes of memory that this process holds: on a CPU its own pages, without those of files and
+    of shared memory; on a GPU all that is taken of the device, by whichever process."""
+    if device_type() == "cuda":
+        import torch
+
+        free, total = torch.cuda.mem_get_info()
+        return total - free
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.partition("RssAnon:")[2].split()[0])
+
+
 def _visible_gpus() -> list[str]:
     import torch
 
@@ -134,16 +207,21 @@ def _visible_gpus() -> list[str]:
     return chosen.split(",") if chosen else [str(i) for i in range(torch.cuda.device_count())]
 
 
-def check_gpus(needed: int) -> None:
-    """On a CUDA machine, trainer, generator and reference each need GPUs of their own."""
+def check_gpus(needed: int, *, can_share: bool) -> None:
+    """Refuse a CUDA machine with fewer GPUs than the actors need; `can_share`: `placement
+    colocated`, by which they need fewer, can be set."""
     import torch
 
     if device_type() == "cuda" and torch.cuda.device_count() < needed:
+        share = (
+            "set placement to colocated (--placement colocated), by which trainer and generators "
+            "share GPUs and take turns, "
+        )
         raise ValueError(
             f"the actors' parallelism needs {needed} GPUs; this machine has "
-            f"{torch.cuda.device_count()}: lower trainer.parallelism, generator.replicas, "
-            "generator.tensor_parallel_degree or trainer.reference.parallelism, or run on the CPU "
-            "(make train PLATFORM=cpu)"
+            f"{torch.cuda.device_count()}: {share if can_share else ''}lower trainer.parallelism, "
+            "generator.replicas, generator.tensor_parallel_degree or "
+            "trainer.reference.parallelism, or run on the CPU (make train PLATFORM=cpu)"
         )
 
 

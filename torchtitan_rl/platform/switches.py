@@ -12,15 +12,12 @@ from torchtitan_rl.core.plugins import nearest
 VARIABLE = "TORCHTITAN_RL_WITHOUT"
 
 NAMES = (
-    # engines/vllm/cpu
-    *("norms", "no_ranks", "copied_blocks", "direct_load"),
-    # models/cpu, then models/logprobs.py and models/rank.py
-    *("packed_attention", "fused_norm", "accumulating_linear", "onednn_products"),
-    *("kept_logits", "last_token"),
+    # engines/vllm/cpu, models/cpu
+    *("norms", "direct_load", "packed_attention"),
     # platform
-    *("garbage", "release_freed_memory"),
+    "release_freed_memory",
     # the environment of workers: `platform.worker_env`
-    *("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_ARENA_MAX", "GOMP_SPINCOUNT"),
+    *("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_ARENA_MAX"),
     *("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"),
     "MONARCH_RDMA_TCP_FALLBACK_PARALLELISM",
 )
@@ -31,8 +28,8 @@ def enabled(name: str) -> bool:
     """Whether the optimization of this name is on.
 
     Example:
-        >>> os.environ[VARIABLE] = "norms, garbage"
-        >>> enabled("norms"), enabled("copied_blocks")
+        >>> os.environ[VARIABLE] = "norms, direct_load"
+        >>> enabled("norms"), enabled("packed_attention")
         (False, True)
     """
     return name not in switched_off()

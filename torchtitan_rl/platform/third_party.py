@@ -1,4 +1,4 @@
-"""Settings that Monarch and torchtitan read once, when they are imported: made before that.
+"""Settings that Monarch and torchtitan read once, at import, and that must be made before it.
 
 Packages whose modules import one of them call `prepare` in their `__init__`, which runs first.
 """

@@ -57,7 +57,7 @@ def _qwen3(
             lr_scheduler=constant_lr(warmup_steps=10),
             parallelism=Parallelism(data_parallel_shard_degree=shard, tensor_parallel_degree=tp),
             tokens_per_microbatch=4096,
-            activation_checkpoint="full" if recompute else "none",
+            activation_checkpoint="full" if recompute else "auto",
         ),
         evaluation=EvaluationConfig(every=20, prompts=256),
     )

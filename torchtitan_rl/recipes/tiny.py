@@ -52,7 +52,7 @@ def grpo_sum_digits_tiny() -> RunConfig:
 
 
 def dppo_sum_digits_async_tiny() -> RunConfig:
-    """Sums of digits with generation one step ahead of training, by a loss for tokens that old."""
+    """Sums of digits with generation one step ahead of training, and a loss for such old tokens."""
     config = grpo_sum_digits_tiny()
     return replace(
         config,
@@ -75,8 +75,8 @@ def grpo_sum_digits_moe_tiny() -> RunConfig:
 def echo_calculator_tiny() -> RunConfig:
     """Arithmetic and spelling with tools: RL on what the model says, Echo on what the tools say."""
     config = grpo_sum_digits_tiny()
-    # At weight 1, six nats a token would drown what RL says: the model would forget how to call.
-    echo = EchoConfig(tool=ToolEcho(alpha=0.05))
+    # Its share of the gradient is limited by trainer.loss.echo_share, whatever its weight is.
+    echo = EchoConfig(tool=ToolEcho())
     return replace(
         config,
         # All steps: what is left to learn should be the demonstrations' mistakes, not the form.

@@ -51,7 +51,7 @@ class BatchFilter:
         return resolve(self._name, builtins, what="batch filter")
 
     def _check(self, kept: Any, episodes: Sequence[Episode]) -> None:
-        """Each episode trains once or not at all."""
+        """Refuse a result in which an episode is twice, or was not given."""
         must = f"batch filter {self._name!r} must return a list of episodes that it was given"
         if not isinstance(kept, list):
             raise TypeError(f"{must}; got {type(kept).__name__}")

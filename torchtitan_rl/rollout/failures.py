@@ -1,4 +1,4 @@
-"""Rollouts that came to nothing: logged one by one, counted, and reported without a flood."""
+"""Lost rollouts: logged one by one, counted, and reported once per reason."""
 
 import re
 from collections import defaultdict
@@ -19,7 +19,7 @@ CHOSEN = ("not_useful", "cancelled")
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Rollouts of a group that came to nothing for one reason."""
+    """Rollouts of a group that were lost for one reason."""
 
     task: str
     group: str
@@ -31,7 +31,7 @@ class Failure:
 
 
 def failures_of(records: Iterable[RolloutRecord]) -> list[Failure]:
-    """Every rollout that came to nothing, in exactly one failure; by group, then reason."""
+    """Every lost rollout, in exactly one failure; by group, then reason."""
     groups: defaultdict[str, list[RolloutRecord]] = defaultdict(list)
     for record in records:
         groups[record.group].append(record)

@@ -41,19 +41,19 @@ class RolloutGroup:
 
     @property
     def lost(self) -> list[Rollout]:
-        """The rollouts that came to nothing."""
+        """The rollouts that are not graded: failed, timed out, empty or cancelled."""
         return [rollout for rollout in self.rollouts if not rollout.status.ended]
 
     def whole(self) -> "RolloutGroup":
-        """The group as its task can score it: if that needs all samples, and one came to nothing,
-        none is left."""
+        """The group as its task can score it: if that needs all samples, and one was lost, none is
+        left."""
         if not (self.lost and self.ended and self.prompt.task.group_scoring):
             return self
         why = self.lost[0].failure
         return self.failed(Status.FAILED, f"another sample of its group failed: {why}")
 
     def failed(self, status: Status, reason: str) -> "RolloutGroup":
-        """The group with nothing to grade; what came to nothing before keeps its reason."""
+        """The group with nothing to grade; a rollout that was lost before keeps its reason."""
         return replace(
             self,
             rollouts=tuple(
@@ -65,9 +65,9 @@ class RolloutGroup:
 
 @dataclass(frozen=True, slots=True)
 class ScoredGroup:
-    """The graded rollouts of a prompt, and those that came to nothing."""
+    """The graded rollouts of a prompt, and the lost ones."""
 
     prompt: PromptGroup
     scored: tuple[ScoredCompletion, ...]
-    """Each holds its Rollout."""
+    """The graded rollouts; each ScoredCompletion holds its Rollout."""
     lost: tuple[Rollout, ...]

@@ -1,4 +1,4 @@
-"""Every rollout of a run on disk, a file per step."""
+"""Every rollout of a run on disk, one file per step."""
 
 import asyncio
 import os

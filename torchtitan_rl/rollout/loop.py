@@ -73,7 +73,7 @@ class RolloutLoop:
 
     def given_up(self, status: Status, reason: str) -> list[RolloutGroup]:
         """The groups with what there is of their rollouts; none came to an end in time. A rollout
-        that came to nothing by itself keeps its reason."""
+        that was lost before keeps its reason."""
         return [
             RolloutGroup(prompt, tuple(c.given_up(status, reason) for c in conversations))
             for prompt, conversations in zip(self.prompts, self._conversations, strict=True)
@@ -161,7 +161,7 @@ class _Conversation:
 
     @property
     def sample_request(self) -> SampleRequest:
-        """Its next turn: one completion, that fits what is left of the conversation."""
+        """Request for the next turn: one completion, within the limits of the conversation."""
         group, turn = self._prompt.id, len(self._turns)
         room = self._limits.max_tokens - len(self._shown.token_ids)
         fits = self._sampling.max_tokens <= room
@@ -259,7 +259,7 @@ class _Conversation:
 
 
 def _add_wait_time(conversations: Iterable[_Conversation], phase: str, *, since: float) -> None:
-    """Conversations have waited in a phase since that time, by the monotonic clock."""
+    """Add the time since `since`, by the monotonic clock, to a phase of these conversations."""
     seconds = time.monotonic() - since
     for conversation in conversations:
         conversation.seconds[phase] += seconds

@@ -1,6 +1,6 @@
 """Metrics of what was rolled out, for all tasks together and for each."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable
 from typing import get_args
 
@@ -56,7 +56,7 @@ def _conversation_values(record: RolloutRecord) -> dict[str, float]:
 
 
 def failure_metrics(failures: Iterable[Failure], tasks: Iterable[str]) -> dict[str, float]:
-    """Counts of rollouts that came to nothing, `rollouts/<kind>/<who>`, and of groups that go on
+    """Counts of lost rollouts, `rollouts/<kind>/<who>`, and of groups that go on
     without some of their samples, or not at all."""
     counts: defaultdict[str, float] = defaultdict(float)
     for who in ("all", *tasks):
@@ -78,15 +78,16 @@ def evaluation_metrics(records: Iterable[RolloutRecord]) -> dict[str, float]:
     """Accuracy and reward of all, and of each task if there are several; and of how many prompts.
 
     Example:
-        eval/accuracy, eval/reward, eval/accuracy/calculator, eval/prompts
+        eval/accuracy, eval/reward, eval/accuracy/calculator, eval/prompts, eval/prompts/calculator
     """
     samples = graded(records)
     means = flatten(rollout_metrics(samples))
-    tasks = {record.task for record in samples}
-    several = sorted(tasks) if len(tasks) > 1 else []
+    counts = Counter(record.task for record in samples)
+    several = sorted(counts) if len(counts) > 1 else []
     found = {
         f"eval/{name}{suffix}": means[f"{name}/{who}/mean"]
         for name in ("accuracy", "reward")
         for who, suffix in [("all", ""), *((task, f"/{task}") for task in several)]
     }
-    return {**found, "eval/prompts": len(samples)}
+    of_tasks = {f"eval/prompts/{task}": float(counts[task]) for task in several}
+    return {**found, "eval/prompts": len(samples), **of_tasks}

@@ -18,7 +18,7 @@ from torchtitan_rl.rollout.sequences import TokenSequence, merge_turns
 
 Split = Literal["train", "untrained", "evaluation", "discarded"]
 """Purpose of a rollout: it trains; it is measured and never trained on; it is greedy, of a
-held-out prompt; or it is discarded, and `failure` says why: it came to nothing, or its group is not
+held-out prompt; or it is discarded, and `failure` says why: it was lost, or its group is not
 needed."""
 FailureKind = Literal["failed", "empty", "timed_out", "cancelled", "not_useful"]
 """Why a rollout was discarded: as `Status` says, or dynamic sampling had no use for its group."""
@@ -31,18 +31,18 @@ class RolloutRecord:
     split: Split
     task: str
     group: str
-    """The id of its prompt group."""
+    """The id of the prompt group."""
     sample: int
-    """Its number in the group."""
+    """The number of the rollout in its group."""
     reward: float | None
-    """None, as `correct`, if it was not graded."""
+    """None, as `correct`, if the rollout was not graded."""
     correct: bool | None
     reward_parts: dict[str, float]
     advantage: float | None
-    """None if it is not to train."""
+    """None if the rollout does not train."""
     status: Status
     failure: str
-    """Why it came to nothing, why its environment failed, or why it was discarded."""
+    """Why the rollout was lost or discarded, or why its environment failed."""
     turns: int
     """Turns of the model."""
     tokens: int
@@ -50,16 +50,16 @@ class RolloutRecord:
     tool_calls: list[Outcome]
     """The outcome of each tool call, in order."""
     policy_version: int | None
-    """The oldest weights that sampled any of its tokens."""
+    """The oldest policy version that sampled any of the tokens."""
     newest_version: int | None
-    """The newest weights that sampled any of its tokens."""
+    """The newest policy version that sampled any of the tokens."""
     temperature: float
     seconds: dict[str, float]
-    """How long it waited in each phase."""
+    """Seconds in each phase."""
     messages: list[dict[str, Any]]
     expected_answer: Any
     state: dict[str, Any]
-    """The entries of its state that its task names in `state_columns`."""
+    """The entries of the state that the task names in `state_columns`."""
     sequences: list[TokenSequence] = field(default_factory=list)
     """The token sequences to train on, with everything that is known of each token."""
     unattributed: int = 0
@@ -117,7 +117,7 @@ class RolloutRecord:
 
     def discarded(self, reason: str, status: Status | None = None) -> "RolloutRecord":
         """The record of a rollout that is not trained on; without a `status` it has ended like any
-        other. One that came to nothing before keeps its reason."""
+        other. One that was lost before keeps its reason."""
         if self.split == "discarded":
             return self
         ended = self.status if status is None else status
@@ -144,7 +144,7 @@ class RolloutRecord:
 
 
 def lost_records(prompt: PromptGroup, lost: Iterable[Rollout]) -> list[RolloutRecord]:
-    """The records of rollouts that came to nothing."""
+    """The records of lost rollouts."""
     return [RolloutRecord.of(prompt, rollout, split="discarded") for rollout in lost]
 
 

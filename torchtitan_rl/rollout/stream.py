@@ -289,7 +289,7 @@ class RolloutStream(Generic[Work, Result]):
         self._discarded.append(group)
 
     def _go_on(self, plan: Plan[Work, Result]) -> None:
-        """One group fewer runs: start another, or see that the step has enough."""
+        """A group has ended: start another one, or see that the step has enough."""
         if len(plan.ready) == self.config.prompts_per_step:
             for group in list(plan.running.values()):
                 self._cancel(group, f"step {plan.step} had enough groups without it")

@@ -8,6 +8,7 @@ from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.core.waiting import together
 from torchtitan_rl.observability.run_folder import RunFolder
 from torchtitan_rl.observability.timeline import Timeline
+from torchtitan_rl.platform import device_type
 from torchtitan_rl.run.starting_model import model_folder
 from torchtitan_rl.supervision.environments import Environments
 from torchtitan_rl.supervision.generators import Generators
@@ -22,6 +23,7 @@ from torchtitan_rl.supervision.spawn import (
     spawn_reference,
     spawn_trainer,
 )
+from torchtitan_rl.weight_sync.transport import Ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,8 @@ class Placements:
 
 
 def place_actors(config: RunConfig) -> Placements:
-    """Give each actor GPUs of its own, in the order trainer, generators, reference."""
+    """Give each actor GPUs of its own, in the order trainer, generators, reference; or the same to
+    all, if they are colocated."""
     trainer, generators, reference = config.gpus
     degree = config.generator.tensor_parallel_degree
     return Placements(
@@ -94,10 +97,13 @@ class ActorSet:
 
     async def start(self, *, training: bool = True) -> None:
         """Spawn them all, or only those that roll out and grade; each is ready when this
-        returns."""
-        starting = [self._start_trainer()] if training else []
-        if not self._config.rollout.train_from:
-            starting += [self.generators.start(), self.graders.start()]
+        returns. Colocated generators are asleep then: the trainer has the first turn."""
+        if self._config.colocated and training:
+            starting = [self._start_in_turn(), self.graders.start()]
+        else:
+            starting = [self._start_trainer()] if training else []
+            if not self._config.rollout.train_from:
+                starting += [self.generators.start(), self.graders.start()]
         if self.environments:
             starting.append(self.environments.start())
         if self.references and training:
@@ -111,9 +117,17 @@ class ActorSet:
         return self._trainer
 
     @property
-    def hosts(self) -> set[str]:
-        """The machines between which weights travel."""
-        return {self.trainer.host, *self.generators.pool.hosts}
+    def ends(self) -> Ends:
+        """Between what weights travel."""
+        placed, config = self._placements, self._config
+        generating = {gpu for each in placed.generators for gpu in each.gpus or ()}
+        return Ends(
+            hosts=frozenset({self.trainer.host, *self.generators.pool.hosts}),
+            device=device_type(),
+            trainer_ranks=placed.trainer.processes,
+            tensor_parallel=config.generator.tensor_parallel_degree,
+            shared_gpus=len(generating & set(placed.trainer.gpus or ())),
+        )
 
     def take_deaths(self) -> dict[str, float]:
         """How many actors of each kind died since the last call, as metrics."""
@@ -138,6 +152,12 @@ class ActorSet:
         # What the `file` transport leaves if its process is killed before it has cleaned up.
         shutil.rmtree(self._folder.weights, ignore_errors=True)
 
+    async def _start_in_turn(self) -> None:
+        """Start the generators, and the trainer when they have given their memory back."""
+        await self.generators.start()
+        await self.generators.sleep()
+        await self._start_trainer()
+
     async def _start_trainer(self) -> None:
         config = self._config
         self._trainer = await spawn_trainer(
@@ -148,8 +168,9 @@ class ActorSet:
             tokens_folder=str(self._folder.tokens),
             weights_folder=str(self._folder.weights),
             keep=config.checkpoint.keep,
+            async_mode=config.checkpoint.async_mode,
             seed=config.seed,
-            resume=config.resume,
+            resume=config.resume or bool(config.fork_from),
             placement=self._placements.trainer,
             log_file=self._folder.log_file("trainer"),
         )

@@ -9,7 +9,9 @@ from torchtitan_rl.algorithms.advantage import check_advantage
 from torchtitan_rl.algorithms.objective import check_loss, episode_needs
 from torchtitan_rl.config import RunConfig
 from torchtitan_rl.models.hf import check_experts, check_parallelism, read_hf_config
-from torchtitan_rl.platform import check_gpus, device_type
+from torchtitan_rl.platform import check_compiler, check_gpus
+from torchtitan_rl.platform.doctor import diagnose
+from torchtitan_rl.platform.machine import examine
 from torchtitan_rl.run.starting_model import model_folder
 from torchtitan_rl.weight_sync.transport import check_folder
 
@@ -18,30 +20,60 @@ def check_code(config: RunConfig) -> None:
     """Refuse functions and classes of the user's own that cannot be imported or used."""
     check_loss(config.trainer.loss)
     check_advantage(config.advantage)
-    check_backends(config.generator, config.trainer)
+    check_backends(config.generator, config.trainer, colocated=config.colocated)
 
 
 def check_machine(config: RunConfig) -> None:
     """Refuse settings that this machine, its devices or its file system, cannot serve."""
-    check_gpus(sum(map(len, config.gpus)))
-    if config.trainer.share_prompts and device_type() != "cpu":
-        raise ValueError("trainer.share_prompts needs a CPU, as yet: switch it off")
+    needed = max(gpus.stop for gpus in config.gpus)
+    check_gpus(needed, can_share=config.placement == "separate" and not config.max_offpolicy_steps)
+    if config.trainer.compile:
+        check_compiler()
     check_folder(config.trainer.weight_sync)
+
+
+def check_installation(config: RunConfig) -> list[str]:
+    """Refuse a machine or an installation for GPUs on which a run would fail; returns what else is
+    worth a word. `torchtitan-rl doctor` has all of it."""
+    machine = examine(filter(None, (config.output_dir, config.trainer.weight_sync.folder)))
+    if machine.torch_cuda is None:
+        return []
+    findings = diagnose(machine)
+    if config.generator.backend != "vllm":
+        findings = [finding for finding in findings if finding.what != "packages"]
+    said = {
+        status: [f"{found.what}: {found.text}" for found in findings if found.status == status]
+        for status in ("error", "warning")
+    }
+    if said["error"]:
+        raise ValueError("\n".join(["a run would fail here:", *said["error"]]))
+    return said["warning"]
 
 
 def checked_model(config: RunConfig) -> dict[str, Any]:
     """The starting model's config.json, if the actors can run it as they are set up."""
     hf_config = read_hf_config(model_folder(config))
-    for who, degree in (
-        ("trainer", config.trainer.parallelism.tensor_parallel_degree),
-        ("generator", config.generator.tensor_parallel_degree),
-        ("reference", config.trainer.reference.parallelism.tensor_parallel_degree),
+    check_shape(config, hf_config)
+    return hf_config
+
+
+def check_shape(config: RunConfig, hf_config: dict[str, Any]) -> None:
+    """Refuse degrees of parallelism that do not divide a model, and experts that it has not."""
+    degree = config.generator.tensor_parallel_degree
+    check_parallelism(hf_config, tensor_parallel=degree, who="generator")
+    for who, parallelism in (
+        ("trainer", config.trainer.parallelism),
+        ("reference", config.trainer.reference.parallelism),
     ):
-        check_parallelism(hf_config, tensor_parallel=degree, who=who)
+        check_parallelism(
+            hf_config,
+            tensor_parallel=parallelism.tensor_parallel_degree,
+            expert_parallel=parallelism.expert_parallel_degree,
+            who=who,
+        )
     if config.generator.engine.return_routed_experts:
         own = "generator.engine.return_routed_experts"
         check_experts(hf_config, setting=episode_needs(config.trainer).get("routed_experts", own))
-    return hf_config
 
 
 def resolved(config: RunConfig) -> RunConfig:
@@ -52,6 +84,8 @@ def resolved(config: RunConfig) -> RunConfig:
         sampling = replace(sampling, logprobs=True)
     if "routed_experts" in needs:
         engine = replace(engine, return_routed_experts=True)
+    if config.colocated:
+        engine = replace(engine, can_sleep=True)
     return replace(config, generator=replace(config.generator, sampling=sampling, engine=engine))
 
 

@@ -11,25 +11,25 @@
 
 Each stage takes values and returns new ones; everything after `annotate` is a function of records.
 
-By default a step is synchronous: what it trains on was sampled with the weights it starts from, and
-prompts and seeds derive from the step number alone, so a resumed run continues exactly. With
-max_offpolicy_steps, rollouts of later steps are under way while one trains.
+By default a step is synchronous: it trains on samples of the weights that it starts with. Prompts
+and seeds depend only on the run's seed and the step number, and a resumed run continues exactly.
+With max_offpolicy_steps, rollouts of later steps run while one step trains.
 """
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from torchtitan_rl.actors.interfaces import EnvironmentRequest, EnvironmentResponse
 from torchtitan_rl.algorithms.objective import episode_needs
 from torchtitan_rl.batching.grid import grid_metrics, make_grid, split_groups, weighed_grid
 from torchtitan_rl.batching.overlong import limit_length
 from torchtitan_rl.batching.validation import require, validate
-from torchtitan_rl.config.resume import fixed_settings
+from torchtitan_rl.config.resume import fixed_settings, free_settings
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.core.errors import noting
 from torchtitan_rl.core.metrics import flatten, merge_metrics
@@ -44,9 +44,9 @@ from torchtitan_rl.observability.console import (
     step_line,
 )
 from torchtitan_rl.observability.run_folder import RunFolder
-from torchtitan_rl.observability.sinks import open_metrics_log
+from torchtitan_rl.observability.run_lock import RunLock
+from torchtitan_rl.observability.sinks import open_metrics_log, read_metrics
 from torchtitan_rl.observability.timeline import Timeline
-from torchtitan_rl.platform.garbage import collect_garbage_rarely
 from torchtitan_rl.rollout.batch_filter import BatchFilter
 from torchtitan_rl.rollout.discards import take_discarded_records
 from torchtitan_rl.rollout.episodes import annotate, has_signal, make_batch
@@ -64,10 +64,13 @@ from torchtitan_rl.rollout.samples import SampleReporter
 from torchtitan_rl.rollout.stream import RolloutStream
 from torchtitan_rl.run.actor_set import ActorSet
 from torchtitan_rl.run.checks import check_code, check_machine, checked_model, resolved
+from torchtitan_rl.run.collapse_guard import CollapseGuard
+from torchtitan_rl.run.fork import copy_fork, resolve_fork
 from torchtitan_rl.run.progress_guard import ProgressGuard
 from torchtitan_rl.run.starting_model import model_folder
 from torchtitan_rl.run.sync import WeightSync
 from torchtitan_rl.run.tool_guard import ToolGuard
+from torchtitan_rl.run.turns import Turns
 from torchtitan_rl.supervision.calls import call_with_deadline
 from torchtitan_rl.supervision.spawn import per_rank, start_monarch
 from torchtitan_rl.tasks.trial import build_task
@@ -85,11 +88,12 @@ class Controller:
 
     Config: TypeAlias = RunConfig
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, *, lock: RunLock | None = None) -> None:
+        """`lock` is the run folder's, if the caller has acquired it already."""
         check_code(config)
-        config = self.config = resolved(config)
         if not config.run_name:
             raise ValueError("run_name is empty: name the folder of the run under output_dir")
+        config = self.config = resolved(resolve_fork(config))
         check_machine(config)
         hf_config = checked_model(config)
         self.needs = episode_needs(config.trainer)
@@ -102,6 +106,7 @@ class Controller:
             hidden_size=hf_config["hidden_size"],
         )
         self.folder = RunFolder(Path(config.output_dir) / config.run_name, resume=config.resume)
+        self.lock = lock or RunLock(self.folder.path)
         self.task = build_task(config.task, seed=config.seed)
         self.tasks = self.task.members()
         self.batch_filter = BatchFilter(config.trainer.batch_filter)
@@ -129,13 +134,18 @@ class Controller:
             config, self.folder, interactive=bool(self.interactive), timeline=self.timeline
         )
         probe = self.heldout[0].shown.token_ids
-        self.sync = WeightSync(config, self.actors, self.call, self.measure, probe)
+        self.turns = Turns(self.actors, self.call, colocated=config.colocated)
+        self.sync = WeightSync(
+            config, self.actors, self.call_trainer, self.turns, self.measure, probe
+        )
         self.steps_done = 0
+        self.longest_training = 0.0
         self.policy_version = 0
         self.rollout_log = RolloutLog(self.folder.rollouts if config.log.rollouts else None)
         self.stream: RolloutStream[RolloutLoop, list[RolloutRecord]] | None = None
         self.guard = ProgressGuard(config.supervision.most_untrainable_steps)
         self.tool_guard = ToolGuard(config.supervision)
+        self.collapse_guard = CollapseGuard(config, self.folder)
         self.failures = FailureReporter(self.folder)
         self.samples = SampleReporter(on=config.log.samples)
         self.interrupted = asyncio.Event()
@@ -147,6 +157,7 @@ class Controller:
         config, first = self.config, self.steps_done
         self.folder.forget_steps_from(first)
         log = open_metrics_log(self.folder, config, first_step=first)
+        self.collapse_guard.recall(read_metrics(self.folder.metrics_file))
         try:
             with StepProgress("training", total=config.steps, done=first) as progress:
                 for step in range(first, config.steps):
@@ -156,15 +167,19 @@ class Controller:
                     # drops the line, where the other order would lose it.
                     log.write(step, values)
                     progress.advance(step_line(step, values))
+                    if not self.replay:  # it says nothing of the policy that samples
+                        self.collapse_guard.check(step, values)
                     if self.interrupted.is_set():
                         raise Interrupted
                     if self.steps_done % config.checkpoint.every == 0:
-                        await self.save()
+                        await self.save(wait=False)
             if not self.replay:
                 log.write(config.steps, await interruptible(self.interrupted, self.evaluate()))
             await self.save()
             await self.export(self.folder.model)
         except Interrupted:
+            if self.config.colocated:  # else its groups would sample on, in the trainer's turn
+                await self.close_stream()
             await self.save()
             raise
         finally:
@@ -203,6 +218,7 @@ class Controller:
             if episodes:
                 training |= await self.train(episodes)
         self.steps_done = step + 1
+        self.longest_training = max(self.longest_training, clock.seconds["train"])
         with clock("sync"):
             if not self.replay:
                 await self.sync.begin(trained=bool(episodes), stream=self.stream)
@@ -214,6 +230,7 @@ class Controller:
             **self.count_failures(step, records + discarded),
             **training,
             **self.sync.metrics,
+            **self.turns.take_metrics(),
             **evaluation,
             "episodes": len(episodes),
             "policy_version": self.policy_version,
@@ -235,17 +252,21 @@ class Controller:
                 return await asyncio.to_thread(self.replay.records, step)
         if self.stream:
             with clock("generate"):
+                await self.turns.generators()
+                if self.config.colocated and self.stream.steps_done < step:
+                    self.stream.advance(step)
                 groups = await self.stream.batch(step)
             return [record for records in groups for record in records]
         count = self.config.prompts_per_step
         with clock("generate"):
+            await self.turns.generators()
             rolled_out = await self.roll_out(self.prompts(step * count, count))
         with clock("grade"):
             scored = await self.grade(rolled_out)
         return [record for group in scored for record in self.annotate(group)]
 
     def make_stream(self) -> RolloutStream[RolloutLoop, list[RolloutRecord]] | None:
-        """None where a step rolls out all its groups together: only so are runs repeatable."""
+        """The stream of groups that run ahead of their step; None for a synchronous run."""
         config = self.config
         if not config.streams:
             return None
@@ -262,6 +283,14 @@ class Controller:
             first_step=self.steps_done,
             end_step=config.steps,
         )
+
+    async def close_stream(self) -> None:
+        """End the groups that run ahead of their step, if any do."""
+        if self.stream:
+            with contextlib.suppress(TimeoutError):  # what does not end now, ends with the actors
+                await self.stream.close()
+            # Why, if that was the end.
+            self.count_failures(self.steps_done, take_discarded_records(self.stream))
 
     async def save_rollouts(self, step: int, records: list[RolloutRecord]) -> None:
         if self.replay:
@@ -306,16 +335,17 @@ class Controller:
         """Optimizer steps on these episodes: one, unless trainer.updates_per_step says more."""
         parts = split_groups(await self.complete(episodes), self.config.trainer.updates_per_step)
         grids = [self.weighed_grid(part) for part in parts]
-        call = self.actors.trainer.actor.train_step.call(*grids, step=self.steps_done)
-        metrics = merge_metrics(per_rank(await self.call("trainer", "train", call)))
+        ranks = await self.call_trainer(
+            "train", lambda trainer: trainer.train_step.call(*grids, step=self.steps_done)
+        )
         self.policy_version += 1
-        return {**flatten(metrics), **grid_metrics(grids)}
+        return {**flatten(merge_metrics(ranks)), **grid_metrics(grids)}
 
     async def measure(self, episodes: list[Episode]) -> dict[str, float]:
         """The metrics that a step on these episodes would have, without taking it."""
         grid = self.weighed_grid(await self.complete(episodes))
-        call = self.actors.trainer.actor.measure.call(grid)
-        return flatten(merge_metrics(per_rank(await self.call("trainer", "measure", call))))
+        ranks = await self.call_trainer("measure", lambda trainer: trainer.measure.call(grid))
+        return flatten(merge_metrics(ranks))
 
     async def complete(self, episodes: list[Episode]) -> list[Episode]:
         """The episodes, checked, with everything the losses need."""
@@ -346,63 +376,89 @@ class Controller:
 
     async def evaluate(self) -> dict[str, float]:
         """Greedy accuracy and reward of the newest weights on the held-out prompts."""
-        await self.sync.done()
-        groups = await self.grade(await self.roll_out(self.heldout))
-        self.tool_guard.check()
-        records = [record for group in groups for record in evaluation_records(group)]
+        records = await self.play(self.heldout)
         await self.rollout_log.write(self.steps_done, records, evaluation=True)
         failed = self.failures.of_evaluation(self.steps_done, records)
         self.samples.of_evaluation(self.steps_done, records)
         return {**evaluation_metrics(records), **failed}
 
-    async def save(self) -> None:
-        """Checkpoint what `steps_done` steps have made, unless that is on disk already."""
+    async def play(self, prompts: list[PromptGroup]) -> list[RolloutRecord]:
+        """Graded rollouts of evaluation prompts, by the newest weights."""
+        await self.sync.done()
+        await self.turns.generators()
+        groups = await self.grade(await self.roll_out(prompts))
+        self.tool_guard.check()
+        return [record for group in groups for record in evaluation_records(group)]
+
+    async def save(self, *, wait: bool = True) -> None:
+        """Checkpoint what `steps_done` steps have made, unless that is on disk already; with `wait`
+        it is, when this returns."""
         if self.folder.latest_checkpoint() != self.steps_done:
-            call = self.actors.trainer.actor.save.call(self.steps_done)
-            await self.call("trainer", "save a checkpoint", call)
+            await self.call_trainer(
+                "save a checkpoint", lambda trainer: trainer.save.call(self.steps_done, wait=wait)
+            )
 
     async def export(self, folder: Path) -> None:
         """Write the current weights as an HF folder."""
-        call = self.actors.trainer.actor.export_hf.call(str(folder))
-        await self.call("trainer", "export the model", call)
+        await self.call_trainer(
+            "export the model", lambda trainer: trainer.export_hf.call(str(folder))
+        )
+
+    async def call_trainer(self, what: str, call: Callable[[Any], Awaitable[Any]]) -> list[Any]:
+        """What each rank of the trainer returns from a call, in rank order, in its turn."""
+        await self.turns.trainer()
+        return per_rank(await self.call("trainer", what, call(self.actors.trainer.actor)))
 
     async def call(self, who: str, what: str, reply: Awaitable[Result]) -> Result:
         """Wait for an actor: not for ever, and to be seen in the timeline."""
         wanted, deadline = f"the {who} to {what}", self.config.supervision.deadline_seconds
+        if who == "trainer":  # pools watch the other actors
+            reply = self.actors.trainer.watched(reply)
         with self.timeline.span(who, what, step=self.steps_done):
             return await call_with_deadline(wanted, reply, deadline_seconds=deadline)
 
     # ---- the actors ---------------------------------------------------------------------------
 
     async def __aenter__(self) -> "Controller":
-        """Write the config, spawn the actors side by side, and give the generator the weights."""
-        config, fixed = self.config, fixed_settings(self.config)
-        for change in self.folder.create(config.to_dict(), fixed=fixed, model=model_folder(config)):
-            console.print(f"changed since the run started: {change}", markup=False)
-        start_monarch(self.folder.log_file("monarch"))
+        """Lock the folder, write the config, spawn the actors side by side, and give the generator
+        the weights."""
+        self.lock.acquire()
         try:
+            self.write_config()
+            start_monarch(self.folder.log_file("monarch"))
             with busy("starting the actors"):
                 starting = self.call("actors", "start", self.actors.start())
                 await interruptible(self.interrupted, starting)
-            done = self.actors.trainer.actor.steps_done.call()
-            self.steps_done = per_rank(await self.call("trainer", "say its step", done))[0]
+            self.steps_done, *_ = await self.call_trainer(
+                "say its step", lambda trainer: trainer.steps_done.call()
+            )
             if self.config.resume:
                 console.print(f"resuming after {self.steps_done} steps", markup=False)
+            elif source := self.config.fork_from:
+                console.print(f"forked from {source}: continuing after its steps", markup=False)
             self.policy_version = await self.sync.now()
             self.stream = self.make_stream()
-            collect_garbage_rarely()
         except BaseException:
             await self.__aexit__()
             raise
         return self
 
+    def write_config(self) -> None:
+        """Write config.json, and before it what a run with that file must have."""
+        config = self.config
+        copy_fork(config, self.folder)
+        for change in self.folder.create(
+            config.to_dict(),
+            fixed=fixed_settings(config),
+            free=free_settings(config),
+            model=model_folder(config),
+        ):
+            console.print(f"changed since the run started: {change}", markup=False)
+
     async def __aexit__(self, *_error: object) -> None:
-        """Stop every process of the run."""
-        if self.stream:
-            with contextlib.suppress(TimeoutError):  # what does not end now, ends with the actors
-                await self.stream.close()
-            # Why, if that was the end.
-            self.count_failures(self.steps_done, take_discarded_records(self.stream))
+        """Stop every process of the run, and unlock its folder."""
+        await self.close_stream()
         await self.sync.close()
         await self.actors.stop()
         self.timeline.close()
+        self.lock.release()

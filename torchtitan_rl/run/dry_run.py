@@ -55,8 +55,8 @@ def _without_traces(config: RunConfig, folder: Path) -> RunConfig:
     if not model and not model_folder(config).exists():
         assert config.warm_start is not None
         console.print(
-            "note: the starting model is not made yet, which takes a run some minutes; this "
-            "samples a random model of its shape",
+            "note: the starting model does not exist yet, and a run makes it in some minutes; this "
+            "dry run samples a random model of its shape",
             markup=False,
         )
         experts = config.warm_start.experts
@@ -69,6 +69,7 @@ def _without_traces(config: RunConfig, folder: Path) -> RunConfig:
         output_dir=str(folder),
         run_name="run",
         resume=False,
+        fork_from="",
     )
 
 

@@ -12,61 +12,97 @@ from dataclasses import replace
 from pathlib import Path
 
 from monarch.actor import ActorError
-from rich.markup import escape
 
 from torchtitan_rl.config import RunConfig
 from torchtitan_rl.config.models import SMOLLM2_FOLDER
-from torchtitan_rl.config.resume import fixed_settings
+from torchtitan_rl.config.resume import fixed_settings, free_settings
 from torchtitan_rl.core.waiting import Interrupted
 from torchtitan_rl.models.makers import smollm2
 from torchtitan_rl.models.makers.tiny import write_tiny_model
-from torchtitan_rl.observability.console import console, error_console, print_summary
-from torchtitan_rl.observability.run_folder import RunFolder
-from torchtitan_rl.run.checks import notices, resolved
+from torchtitan_rl.observability.console import console, error_console, print_error, print_summary
+from torchtitan_rl.observability.run_folder import RunFolder, describe_runs
+from torchtitan_rl.observability.run_lock import RunLock
+from torchtitan_rl.run.checks import check_installation, notices, resolved
 from torchtitan_rl.run.controller import Controller
 from torchtitan_rl.run.dry_run import dry_run
+from torchtitan_rl.run.fork import resolve_fork
+from torchtitan_rl.run.grace import grace_seconds
 from torchtitan_rl.run.starting_model import model_folder
 from torchtitan_rl.run.warm_start import check_demonstrations, ensure_starting_model
 from torchtitan_rl.supervision.spawn import adopt_orphans, end_all_processes
 from torchtitan_rl.tasks.trial import build_task, try_rewards
 
-GRACE_SECONDS = 1.5
-"""After Ctrl-C: time to finish the training step under way and to save."""
-
 
 def launch(config: RunConfig, *, dry: bool = False) -> int:
     """Check a config, train, and end every process; returns the exit code of the command. `dry`: a
     dry run in place of training."""
+    lock = RunLock(run_path(config))
     try:
+        if not dry:
+            config = claim(config, lock)
         try_task(config)
         if not ensure_small_model(config):
             return 2
         check(config)
         if not dry and finished(config):
             return 0
+        adopt_orphans()
+        return launch_dry_run(config) if dry else launch_run(config, lock)
     except ValueError as error:
-        error_console.print(f"[bold red]error[/]: {escape(str(error))}")
+        print_error("error", str(error))
         return 2
     except KeyboardInterrupt:
         return 130
-    adopt_orphans()
-    if dry:
-        return launch_dry_run(config)
-    folder = Path(config.output_dir) / config.run_name
+    finally:  # when all processes of the run are gone
+        lock.release()
+
+
+def run_path(config: RunConfig) -> Path:
+    """The folder of a run."""
+    return Path(config.output_dir) / config.run_name
+
+
+def claim(config: RunConfig, lock: RunLock) -> RunConfig:
+    """Make sure that the run's folder is for this process alone, and in the state that was asked
+    for; returns the config with what a fork starts from."""
+    if not config.run_name:
+        raise ValueError(
+            f"--resume needs the --run_name of the run to continue. "
+            f"{describe_runs(config.output_dir)}"
+        )
+    if config.resume:  # before a folder is made for its lock
+        RunFolder(run_path(config), resume=True)
+    lock.acquire()
+    RunFolder(run_path(config), resume=config.resume)
+    return resolve_fork(config)
+
+
+def launch_run(config: RunConfig, lock: RunLock) -> int:
+    """Train, and end every process; returns the exit code."""
+    folder = run_path(config)
     try:
-        asyncio.run(train(config))
+        asyncio.run(train(config, lock))
     except (Interrupted, KeyboardInterrupt, asyncio.CancelledError):
         console.print(f"stopped; {how_to_go_on(folder)}", markup=False)
         return 130
     except Exception as error:
-        error_console.print(f"[bold red]the run failed[/]: {escape(describe(error))}")
-        if (folder / "logs").is_dir():
-            (folder / "logs" / "controller.log").write_text(traceback.format_exc())
-        error_console.print(f"logs: {folder}/logs; {how_to_go_on(folder)}", markup=False)
+        print_error("the run failed", describe(error))
+        error_console.print(f"{saved_traceback(folder)}{how_to_go_on(folder)}", markup=False)
         return 1
     finally:
         end_all_processes()
     return 0
+
+
+def saved_traceback(folder: Path) -> str:
+    """Write the traceback of the error that is handled to the run's logs; returns where, for a
+    message. Empty if there are no logs, or no room for them."""
+    log = folder / "logs" / "controller.log"
+    try:
+        log.write_text(traceback.format_exc())
+    except OSError:
+        return ""
+    return f"logs: {log.parent}; "
 
 
 def launch_dry_run(config: RunConfig) -> int:
@@ -76,7 +112,7 @@ def launch_dry_run(config: RunConfig) -> int:
     except (Interrupted, KeyboardInterrupt, asyncio.CancelledError):
         return 130
     except Exception as error:
-        error_console.print(f"[bold red]the dry run failed[/]: {escape(describe(error))}")
+        print_error("the dry run failed", describe(error))
         return 1
     finally:
         end_all_processes()
@@ -123,7 +159,7 @@ def ensure_small_model(config: RunConfig) -> bool:
 
 def check(config: RunConfig) -> None:
     """Everything that can be found wrong, or worth a word, before a process starts."""
-    for notice in notices(config):
+    for notice in (*check_installation(config), *notices(config)):
         console.print(f"note: {notice}", markup=False)
     with tempfile.TemporaryDirectory() as temporary:
         trial = config
@@ -147,27 +183,30 @@ def check(config: RunConfig) -> None:
             markup=False,
         )
     final = resolved(config)
-    controller.folder.changes(final.to_dict(), fixed=fixed_settings(final))
+    controller.folder.changes(
+        final.to_dict(), fixed=fixed_settings(final), free=free_settings(final)
+    )
 
 
 def finished(config: RunConfig) -> bool:
     """Whether a run that is to be resumed has nothing left to do; says so."""
     if not config.resume:
         return False
-    folder = RunFolder(Path(config.output_dir) / config.run_name, resume=True)
+    folder = RunFolder(run_path(config), resume=True)
     done = folder.latest_checkpoint() or 0
     if done < config.steps or not folder.model.exists():
         return False
     console.print(
-        f"{folder.relative} has done its {done} steps; a higher --steps goes on", markup=False
+        f"{folder.relative} has done its {done} steps; continue with a higher --steps", markup=False
     )
     print_summary(folder)
     return True
 
 
-async def train(config: RunConfig) -> None:
+async def train(config: RunConfig, lock: RunLock) -> None:
+    """Make the starting model if there is none yet, and train."""
     await ensure_starting_model(config, stop_signals)
-    controller = Controller(config)
+    controller = Controller(config, lock=lock)
     with stop_signals(controller):
         async with controller:
             await controller.run()
@@ -184,9 +223,10 @@ def stop_signals(controller: Controller) -> Iterator[None]:
         if controller.interrupted.is_set():
             task.cancel()
             return
-        console.print("stopping (once more: at once) ...", markup=False)
+        console.print("stopping (Ctrl-C once more: at once) ...", markup=False)
         controller.interrupted.set()
-        timers.append(loop.call_later(GRACE_SECONDS, task.cancel))
+        grace = grace_seconds(controller.config, controller.longest_training)
+        timers.append(loop.call_later(grace, task.cancel))
 
     numbers = (signal.SIGINT, signal.SIGTERM)
     for number in numbers:

@@ -31,6 +31,11 @@ def model_folder(config: RunConfig) -> Path:
         "code": [_source(type(part)._owner) for part in task.parts()],
         "model": tiny_config(warm.experts),
         "thinking": config.rollout.thinking,
+        # By which `enough_accuracy` is judged; in the task's own settings, if it has any.
+        "sampling": {
+            name: getattr(config.generator.sampling, name)
+            for name in ("temperature", "top_p", "top_k")
+        },
         "seed": config.seed,
     }
     pairs = ((config.generator, GeneratorConfig()), (config.trainer, TrainerConfig()))

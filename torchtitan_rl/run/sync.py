@@ -1,4 +1,4 @@
-"""Weights from the trainer to the generators, beside the next step where that is allowed."""
+"""Weights from the trainer to the generators, during the next step where that is allowed."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -13,7 +13,7 @@ from torchtitan_rl.observability.console import console
 from torchtitan_rl.platform import resolve_dtype
 from torchtitan_rl.rollout.stream import RolloutStream
 from torchtitan_rl.run.actor_set import ActorSet
-from torchtitan_rl.supervision.spawn import per_rank
+from torchtitan_rl.run.turns import Turns
 from torchtitan_rl.weight_sync.handle import Transport, WrongWeightsError, merge_handles
 from torchtitan_rl.weight_sync.transport import choose_transport
 
@@ -25,11 +25,12 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
 class WeightSync:
     """Publishes snapshots and has the generators pull them.
 
-    With `max_offpolicy_steps`, the next training step begins while they do: the trainer's optimizer
-    waits only for its own copy, the generators only between two steps of their engines.
+    Generators that sleep pull them when they wake. With `max_offpolicy_steps`, the next training
+    step begins while they do: the trainer's optimizer waits only for its own copy, the generators
+    only between two steps of their engines.
 
     Example:
-        sync = WeightSync(config, actors, call, measure, probe=[7, 8])
+        sync = WeightSync(config, actors, call_trainer, turns, measure, probe=[7, 8])
         version = await sync.now()
         ...
         await sync.begin(trained=True, stream=None)
@@ -39,11 +40,13 @@ class WeightSync:
         self,
         config: RunConfig,
         actors: ActorSet,
-        call: Callable[[str, str, Awaitable], Awaitable[Any]],
+        call_trainer: Callable[[str, Callable[[Any], Awaitable]], Awaitable[list[Any]]],
+        turns: Turns,
         measure: Callable[[list[Episode]], Awaitable[dict[str, float]]],
         probe: list[int],
     ) -> None:
-        self._config, self._actors, self._call = config, actors, call
+        self._config, self._actors = config, actors
+        self._call_trainer, self._turns = call_trainer, turns
         self._measure, self._probe = measure, probe
         # A check wants the trainer's weights to be those that were published.
         self._waits = not config.max_offpolicy_steps or config.trainer.weight_sync.check
@@ -82,7 +85,7 @@ class WeightSync:
         try:
             if trained:
                 await self._publish_and_pull()
-            if stream:
+            if stream and not self._config.colocated:  # else when the generators are awake
                 stream.advance(stream.steps_done + 1)
         except Exception as error:
             if stream:  # else whoever waits for its groups would not know
@@ -92,25 +95,30 @@ class WeightSync:
     async def _publish_and_pull(self) -> None:
         if self._transport is None:
             self._transport, why = choose_transport(
-                self._config.trainer.weight_sync, self._actors.hosts
+                self._config.trainer.weight_sync, self._actors.ends
             )
             console.print(why, markup=False)
         dtype = resolve_dtype(self._config.generator.engine.dtype)
-        publish = self._actors.trainer.actor.publish_weights.call(
-            transport=self._transport, dtype=getattr(torch, dtype)
+        how = {"transport": self._transport, "dtype": getattr(torch, dtype)}
+        ranks = await self._call_trainer(
+            "publish weights", lambda trainer: trainer.publish_weights.call(**how)
         )
-        ranks = per_rank(await self._call("trainer", "publish weights", publish))
         handle = merge_handles(ranks)
         await self._actors.generators.pull(handle)
         self.version = handle.version
         if handle.nbytes:
             self.metrics["sync/changed_share"] = handle.changed_bytes / handle.nbytes
         if self._config.trainer.weight_sync.check:
-            self.metrics["sync/mismatch"] = await self._mismatch(TOLERANCE[dtype])
+            self.metrics.pop("sync/mismatch", None)
+            self.metrics |= await self._mismatch(TOLERANCE[dtype])
 
-    async def _mismatch(self, most: float) -> float:
-        """How far the generators' logprobs are from the trainer's; too far is an error."""
+    async def _mismatch(self, most: float) -> dict[str, float]:
+        """How far the generators' logprobs are from the trainer's; too far is an error. Nothing, if
+        all generators have just died: those that replace them are checked after the next sync."""
+        await self._turns.generators()
         completions = await self._actors.generators.sample_on_each(self._probe, PROBE)
+        if not completions:
+            return {}
         episodes = [
             Episode(
                 policy_version=0,  # not looked at: it is the newest
@@ -133,4 +141,4 @@ class WeightSync:
                 f"generator's logprobs are off by {worst:.3g} from the trainer's; up to {most:g} "
                 "would be rounding"
             )
-        return worst
+        return {"sync/mismatch": worst}

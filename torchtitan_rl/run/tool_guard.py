@@ -15,7 +15,7 @@ from torchtitan_rl.tasks.tools.tool import ToolCall, ToolFailure
 FEW_CALLS = 16
 """Fewer calls than this that all fail may be chance."""
 LONGEST_SHOWN = 200
-"""Characters of a call, or of what the model was told of it, on the console."""
+"""Characters of a call, or of the message that answered it, on the console."""
 
 
 class BrokenToolError(TorchtitanRLError, RuntimeError):
@@ -107,13 +107,13 @@ class _Tool:
     """The calls of one tool that were in order."""
 
     in_a_row: int = 0
-    """Calls that failed by the tool's fault, since one was answered."""
+    """Calls in a row that failed, with the tool to blame."""
     steps_in_a_row: int = 0
     """Steps in which every call failed."""
     first: str = ""
     """A failure, with the call."""
     clear: bool = True
-    """Whether that one was the tool's fault."""
+    """Whether the tool is to blame for the failure in `first`."""
     warned: bool = False
     ok: int = 0
     """Calls that were answered, since the last check; `failed` are the others."""
@@ -153,9 +153,9 @@ class _Model:
     """The calls of a task's tools, by how the model did."""
 
     outcomes: Counter[Outcome] = field(default_factory=Counter)
-    """Since the last check."""
+    """Calls by outcome, since the last check."""
     first: str = ""
-    """What the model was told of the first call that was wrong."""
+    """The message that answered the first call that was wrong."""
     warned: bool = False
 
     def note(self, outcome: Outcome, told: str) -> None:
@@ -174,8 +174,8 @@ class _Model:
             self.warned = True
             return (
                 f"the model got each of {wrong} tool calls wrong ({counts['malformed']} malformed, "
-                f"{counts['unknown']} of unknown tools), so no tool is to blame; it was told: "
-                f"{cut(first)}"
+                f"{counts['unknown']} of unknown tools), so no tool is to blame; the model was "
+                f"shown: {cut(first)}"
             )
         return ""
 

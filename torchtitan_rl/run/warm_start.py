@@ -1,8 +1,8 @@
 """A starting model by imitation: supervised steps of the same Trainer, on the same actors.
 
-A demonstration is an episode whose assistant tokens echo and nothing trains by RL. It ends when
-greedy accuracy is middling, where reinforcement learning has something to reward and something left
-to learn.
+A demonstration is an episode whose assistant tokens echo and nothing trains by RL. Imitation ends
+when the accuracy of samples is middling, where reinforcement learning has something to reward and
+something left to learn. Greedy accuracy would not tell: it may be far above.
 """
 
 import fcntl
@@ -11,7 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,6 @@ from torchtitan_rl.config import (
     OptimizerConfig,
     RolloutConfig,
     RunConfig,
-    SamplingConfig,
     WarmStartConfig,
 )
 from torchtitan_rl.core.plugins import nearest
@@ -31,6 +30,7 @@ from torchtitan_rl.core.waiting import Interrupted, interruptible
 from torchtitan_rl.models.makers.tiny import write_tiny_model
 from torchtitan_rl.observability.console import StepProgress, console
 from torchtitan_rl.rollout.episodes import to_episodes
+from torchtitan_rl.rollout.metrics import evaluation_metrics
 from torchtitan_rl.rollout.renderer import ChatRenderer
 from torchtitan_rl.rollout.sequences import merge_turns
 from torchtitan_rl.run.starting_model import model_folder
@@ -65,12 +65,12 @@ async def ensure_starting_model(config: RunConfig, stop_signals: StopSignals) ->
         with stop_signals(controller):
             async with controller:
                 try:
-                    accuracy = await imitate(controller, config.warm_start)
+                    reached = await imitate(controller, config.warm_start)
                 except Interrupted:
                     await controller.save()
                     raise
                 await controller.export(folder)
-    console.print(f"starting model ready: greedy held-out accuracy {accuracy:.1%}")
+    console.print(f"starting model ready: {reached}")
 
 
 @contextmanager
@@ -109,7 +109,7 @@ def supervised(config: RunConfig, work: Path) -> RunConfig:
         prompts_per_step=1,
         generator=replace(
             config.generator,
-            sampling=SamplingConfig(max_tokens=sampling.max_tokens, stop=sampling.stop),
+            sampling=replace(sampling, n=1, logprobs=True),
             engine=replace(engine, return_routed_experts=False),
         ),
         advantage=AdvantageConfig(name="reward"),
@@ -117,7 +117,7 @@ def supervised(config: RunConfig, work: Path) -> RunConfig:
         trainer=replace(
             config.trainer,
             export_tokens=False,
-            loss=LossConfig(name="reinforce"),
+            loss=LossConfig(name="reinforce", echo_share=1.0),
             updates_per_step=1,
             router_replay=False,
             # Whole demonstrations, whatever the run does with long episodes.
@@ -130,12 +130,35 @@ def supervised(config: RunConfig, work: Path) -> RunConfig:
         output_dir=str(work),
         run_name="run",
         resume=(work / "run" / "config.json").exists(),
+        fork_from="",
     )
 
 
-async def imitate(controller: "Controller", warm: WarmStartConfig) -> float:
-    """Supervised steps until the greedy accuracy is reached; returns it."""
-    accuracy, done = 0.0, controller.steps_done
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """Held-out accuracy of a starting model."""
+
+    sampled: float = 0.0
+    """Accuracy of samples as the run draws them: where reinforcement learning starts from."""
+    greedy: float = 0.0
+
+    def __str__(self) -> str:
+        return f"held-out accuracy {self.sampled:.1%} sampled, {self.greedy:.1%} greedy"
+
+
+async def judge(controller: "Controller") -> Reached:
+    """Accuracy of the newest weights on the held-out prompts, in both ways."""
+    await controller.sync.now()
+    greedy = await controller.evaluate()
+    count = controller.config.evaluation.prompts
+    prompts = controller.groups.heldout_samples(controller.task, count)
+    sampled = evaluation_metrics(await controller.play(prompts))
+    return Reached(sampled["eval/accuracy"], greedy["eval/accuracy"])
+
+
+async def imitate(controller: "Controller", warm: WarmStartConfig) -> Reached:
+    """Supervised steps until enough samples are right; returns what was reached."""
+    reached, done = Reached(), controller.steps_done
     with StepProgress("imitating demonstrations", total=warm.steps, done=done) as progress:
         for step in range(done, warm.steps):
             first = step * warm.demonstrations_per_step
@@ -144,22 +167,20 @@ async def imitate(controller: "Controller", warm: WarmStartConfig) -> float:
             controller.steps_done = step + 1
             line = None
             if (step + 1) % warm.evaluate_every == 0 or step + 1 == warm.steps:
-                await controller.sync.now()
-                found = await interruptible(controller.interrupted, controller.evaluate())
-                accuracy = found["eval/accuracy"]
-                line = f"imitation step {step + 1:4d}  │ held-out accuracy {accuracy:.1%}"
+                reached = await interruptible(controller.interrupted, judge(controller))
+                line = f"imitation step {step + 1:4d}  │ {reached}"
             progress.advance(line)
-            if accuracy >= warm.enough_accuracy:
+            if reached.sampled >= warm.enough_accuracy:
                 break
             if controller.interrupted.is_set():
                 raise Interrupted
-    if accuracy < LEAST_ACCURACY:
+    if reached.sampled < LEAST_ACCURACY:
         console.print(
-            f"warning: after {warm.steps} steps of imitation the model is right in {accuracy:.1%}: "
-            "little for reinforcement learning to reward; raise warm_start.steps",
+            f"warning: after {warm.steps} steps of imitation {reached.sampled:.1%} of samples are "
+            "right: little for reinforcement learning to reward; raise warm_start.steps",
             markup=False,
         )
-    return accuracy
+    return reached
 
 
 def demonstration(controller: "Controller", index: int) -> list[Episode]:

@@ -1,6 +1,7 @@
-"""Calls of actors that never wait for ever, and say who was waited for."""
+"""Calls of actors with a deadline; an error names the actor that did not reply."""
 
 import asyncio
+import re
 from collections.abc import Awaitable
 
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
@@ -10,7 +11,11 @@ from torchtitan_rl.core.waiting import Result, as_task, cancel
 
 
 class WorkerDiedError(TorchtitanRLError, RuntimeError):
-    """A process died while its answer was waited for."""
+    """A process died while a caller waited for its reply."""
+
+
+class ProcessEndedError(WorkerDiedError):
+    """A process has ended; the message does not yet name the actor and the call."""
 
 
 class DeadlineError(TorchtitanRLError, TimeoutError):
@@ -20,17 +25,31 @@ class DeadlineError(TorchtitanRLError, TimeoutError):
 async def call_with_deadline(
     what: str, reply: Awaitable[Result], *, deadline_seconds: float
 ) -> Result:
-    """Wait for an actor's reply; if none comes, say who was waited for and why it did not come."""
+    """Wait for an actor's reply; if none comes, the error names actor, call and reason."""
     task = as_task(reply)
     try:
         # Not `wait_for`: a TimeoutError may also be what the actor answered.
         if (await asyncio.wait({task}, timeout=deadline_seconds))[0]:
             return task.result()
     except SupervisionError as error:
-        raise WorkerDiedError(f"while waiting for {what}, its process died: {error}") from error
+        raise WorkerDiedError(
+            f"while waiting for {what}, its process {reported_end(error)}"
+        ) from error
+    except ProcessEndedError as error:
+        raise WorkerDiedError(f"while waiting for {what}, {error}") from error
     finally:
         await cancel(task)
     raise DeadlineError(
         f"waited {deadline_seconds:.0f} s for {what}; look into the run's logs folder, or "
         "raise supervision.deadline_seconds if it only needs longer"
     )
+
+
+def reported_end(error: SupervisionError) -> str:
+    """How a process ended, as Monarch reports it: the rest of its report is for the logs.
+
+    Example:
+        "exited with non-zero code 3", "failed: Killed(sig=9)"; if it is none of these, all it says
+    """
+    found = re.findall(r"process this actor was running on (.+)", str(error))
+    return found[-1].strip() if found else f"died: {error}"

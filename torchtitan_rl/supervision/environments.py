@@ -30,7 +30,7 @@ class TimedRequest:
 
     request: EnvironmentRequest
     deadline: float | None
-    """By the loop's clock; None: no limit."""
+    """Deadline of the call, by the loop's clock; None: no limit."""
 
     def with_time_left(self) -> EnvironmentRequest:
         """The request, as it is to be made now."""
@@ -45,7 +45,7 @@ MOST_DEATHS_IN_A_ROW = 64
 
 
 class Environments:
-    """One environment at a time, and as many one after the other as it takes.
+    """The environment of a run; one that dies is replaced by the next.
 
     Example:
         environments = Environments(lambda number: spawn_environment(config, task))

@@ -2,13 +2,16 @@
 
 The run never ends because a generator did: what it had not finished runs again elsewhere, and its
 successor gets the current weights before it gets work.
+
+All of them are awake, or all asleep: then the memory that they use is another actor's, so requests
+are refused, and the successor of one that has died is started when the others wake.
 """
 
 import contextlib
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from torchtitan_rl.actors.interfaces import Sample, SampleFailure, SampleRequest
 from torchtitan_rl.config.sampling import SamplingConfig
@@ -40,6 +43,10 @@ class SamePrompt:
 
 class DeadlyPromptError(TorchtitanRLError, RuntimeError):
     """Generator after generator died over a prompt."""
+
+
+class GeneratorsAsleepError(TorchtitanRLError, RuntimeError):
+    """A sample was asked of generators that sleep."""
 
 
 class Generators:
@@ -83,6 +90,8 @@ class Generators:
             router=self.router,
         )
         self._handle: WeightHandle | None = None
+        self.state: Literal["awake", "asleep"] = "awake"
+        """Asleep, they have given the memory of weights and KV cache back."""
 
     async def start(self) -> None:
         """Spawn all generators."""
@@ -101,6 +110,7 @@ class Generators:
         goes to the least loaded. A request fails if its prompt does so also by itself, or if
         generator after generator dies over it.
         """
+        self._check_awake()
         prompts: dict[tuple[str, tuple[int, ...]], SamePrompt] = {}
         for index, request in enumerate(requests):
             key = request.group_id, tuple(request.prompt_token_ids)
@@ -124,37 +134,62 @@ class Generators:
 
     async def sample_on_each(self, prompt: list[int], sampling: SamplingConfig) -> list[Completion]:
         """What each generator makes of a prompt; nothing of one that dies over it."""
+        self._check_awake()
 
-        async def sample(replica: Replica) -> list[Completion]:
-            with contextlib.suppress(ReplicaDiedError):
-                return await self.pool.call(
-                    replica,
-                    "sample a probe",
-                    lambda actor: actor.generate.call_one(
-                        [prompt],
-                        sampling_config=[sampling],
-                        group_ids=["probe"],
-                        sample_numbers=[0],
-                    ),
-                )
-            return []
+        def sample(actor: Any) -> Awaitable[list[Completion]]:
+            return actor.generate.call_one(
+                [prompt], sampling_config=[sampling], group_ids=["probe"], sample_numbers=[0]
+            )
 
-        made = await together(*(sample(replica) for replica in self.pool.alive))
+        made = await self._on_each("sample a probe", sample)
         return [completion for completions in made for completion in completions]
 
     # ---- weights ------------------------------------------------------------------------------
 
     async def pull(self, handle: WeightHandle) -> None:
-        """Have all generators serve these weights; one that is being replaced will get them."""
+        """Have all generators serve these weights; one that is being replaced will get them, and so
+        will those that sleep, when they wake."""
         self._handle = handle
         self.router.forget()  # cached prefixes go with the weights they were computed with
-        await together(*(self._pull(replica, handle) for replica in self.pool.alive))
+        if self.state == "awake":
+            await self._on_each("pull weights", partial(_pull_weights, handle))
 
-    async def _pull(self, replica: Replica, handle: WeightHandle) -> None:
-        with contextlib.suppress(ReplicaDiedError):  # its successor pulls them before it joins
-            await self.pool.call(
-                replica, "pull weights", lambda actor: actor.pull_weights.call_one(handle)
+    # ---- sleeping -----------------------------------------------------------------------------
+
+    async def sleep(self) -> int:
+        """Have all generators give back the memory of weights and KV cache; returns how many bytes
+        those were. Nothing should be under way: it would end with an error."""
+        self.state = "asleep"
+        # A successor that is being started has memory already: it goes to sleep with the others.
+        await self.pool.hold_starts()
+        given_back = await self._on_each("sleep", _sleep)
+        await self.pool.hold_starts()  # one that dies over it, or hangs, has memory until it ends
+        return sum(given_back)
+
+    async def wake(self) -> None:
+        """Have all generators serve the newest weights again; dead ones are replaced now."""
+        self.router.forget()
+        await self._on_each("wake", partial(_wake, self._handle))
+        self.state = "awake"
+        self.pool.allow_starts()
+
+    def _check_awake(self) -> None:
+        if self.state == "asleep":
+            raise GeneratorsAsleepError(
+                "the generators are asleep, as the trainer has their memory: wake them first"
             )
+
+    async def _on_each(self, what: str, call: Callable[[Any], Awaitable[Any]]) -> list[Any]:
+        """What each generator returns from a call; nothing of one that dies over it, whose
+        successor pulls the newest weights before it joins."""
+
+        async def on_one(replica: Replica) -> list[Any]:
+            with contextlib.suppress(ReplicaDiedError):
+                return [await self.pool.call(replica, what, call)]
+            return []
+
+        returned = await together(*(on_one(replica) for replica in self.pool.alive))
+        return [one for ones in returned for one in ones]
 
     async def _bring_weights(self, call: CallJoining) -> None:
         """Have a generator that is to join serve the current weights."""
@@ -171,6 +206,14 @@ class Generators:
 
 def _pull_weights(handle: WeightHandle | None, actor: Any) -> Awaitable[int]:
     return actor.pull_weights.call_one(handle)
+
+
+def _sleep(actor: Any) -> Awaitable[int]:
+    return actor.sleep.call_one()
+
+
+def _wake(handle: WeightHandle | None, actor: Any) -> Awaitable[int]:
+    return actor.wake.call_one(handle)
 
 
 async def _generate(actor: Any, prompts: list[SamePrompt]) -> list[list[Completion]]:

@@ -18,7 +18,7 @@ EXIT_REPORT_SECONDS = 3.0
 
 
 class Graders:
-    """One grader at a time, and as many one after the other as it takes.
+    """The grader of a run; one that dies is replaced by the next.
 
     Example:
         graders = Graders(lambda number: spawn_grader(config, task))
@@ -102,12 +102,11 @@ def _rewards(work: Work[UngradedGroup, GroupRewards]) -> GroupRewards:
 
 
 def how_it_ended(error: BaseException) -> str:
-    """How a process ended, as Monarch reports it in the last line of an error.
+    """How a process ended, as the error of a call says it.
 
     Example:
         "exited with non-zero code 3", "failed: Killed(sig=9)"; if there is no report: "has ended"
     """
     if isinstance(error.__cause__, DeadlineError):
         return "hung"
-    last = str(error).rstrip().splitlines()[-1].strip()
-    return last.partition("process this actor was running on ")[2] or "has ended"
+    return str(error).partition("its process ")[2] or "has ended"

@@ -1,7 +1,7 @@
 """A pool of actors of one kind: started, watched, called with deadlines, and replaced.
 
 One pool serves every kind of actor that a run can replace: generators, graders, the environment,
-the reference. What becomes of the work of an actor that died is `dispatch.py`'s business.
+the reference. `dispatch.py` decides what becomes of the work of an actor that died.
 
 Between two awaits nobody else runs, so nothing here needs a lock: what is looked at and what is
 done about it are never apart.
@@ -66,33 +66,42 @@ class Replica:
 
     number: int
     name: str
-    """Its lane in the timeline: `generator 0`, `grader`."""
+    """Name of the lane in the timeline: `generator 0`, `grader`."""
     label: str
-    """Its name within a sentence: `generator 0`, `the grader`."""
+    """Name within a sentence: `generator 0`, `the grader`."""
     spawned: Any = None
     """The actor that gets calls; None while it is being started or replaced, and when it is
     lost."""
     processes: list[Any] = field(default_factory=list)
-    """All that were started and have not been ended; the newest is last."""
+    """Processes that were started and have not been ended; the newest are last."""
     gone: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the newest has died."""
+    """Set when the newest process has died."""
     ended_at: float | None = None
-    """When the newest was first seen to have ended, by the loop's clock."""
+    """When the end of the newest process was first seen, by the loop's clock."""
     calls: int = 0
     """Calls under way."""
     load: int = 0
-    """Work it is busy with, in whatever unit the router balances."""
+    """Work under way, in the unit that the router balances."""
     since: float = 0.0
-    """When its last start began, by the loop's clock."""
+    """When the last start of an actor began, by the loop's clock."""
     lost: BaseException | None = None
-    """Why it could not be replaced. Tried again when another replica dies."""
+    """Why the actor could not be replaced. Tried again when another replica dies."""
+    held: bool = False
+    """Whether the next actor may not be started yet."""
+
+    @property
+    def moves(self) -> bool:
+        """Whether an actor of the replica is being ended or started."""
+        return self.spawned is None and self.lost is None and not self.held
 
     def describe(self, now: float) -> str:
-        """What it is doing, for messages."""
+        """What the replica is doing, for messages."""
         if self.spawned is not None:
             return f"{self.name}: at work on {self.load} requests"
         if self.lost is not None:
             return f"{self.name}: lost: {describe_error(self.lost)}"
+        if self.held:
+            return f"{self.name}: to be replaced, but not yet"
         return f"{self.name}: being replaced for {now - self.since:.0f} s"
 
 
@@ -148,6 +157,7 @@ class ActorPool:
         """How long Monarch gets to report how a process ended, while a call waits for it."""
         self._timeline = timeline or Timeline()
         self._changed = asyncio.Event()
+        self._starts_held = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = False
         self._printed: set[str] = set()
@@ -176,8 +186,20 @@ class ActorPool:
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(self._end(replica) for replica in self.replicas))
 
+    async def hold_starts(self) -> None:
+        """Start no successor until `allow_starts`. Returns when none is being started, and when
+        nothing is left of those that have died."""
+        self._starts_held = True
+        while any(replica.moves for replica in self.replicas):  # each move has a deadline
+            await self._changed.wait()
+
+    def allow_starts(self) -> None:
+        """Start successors again, also those that were held."""
+        self._starts_held = False
+        self._notify()
+
     def take_deaths(self) -> int:
-        """How many died since the last call of this method."""
+        """How many actors died since the last call of this method."""
         died, self.deaths.since_step = self.deaths.since_step, 0
         return died
 
@@ -269,6 +291,12 @@ class ActorPool:
 
     async def _start(self, replica: Replica) -> None:
         """Spawn an actor for the replica; it gets calls when `on_join` is done with it."""
+        if self._starts_held:
+            replica.held = True
+            self._notify()
+            while self._starts_held:
+                await self._changed.wait()
+            replica.held = False
         spawned = await self._wait(replica, "start", self._spawned(replica), asyncio.Event())
         if self._on_join is not None:
             await self._on_join(partial(self._call_joining, replica, spawned))

@@ -13,26 +13,35 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Iterable
+from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
 import monarch.actor
 import psutil
+from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import Actor, default_bootstrap_cmd, shutdown_context, this_host
 from monarch.spmd import setup_torch_elastic_env_async
 
+from torchtitan_rl.core.waiting import Result, as_task, cancel
 from torchtitan_rl.observability.console import console
 from torchtitan_rl.platform.janitor import JANITOR, Janitor
+from torchtitan_rl.platform.titles import TITLE_VARIABLE, make_title
 from torchtitan_rl.platform.worker_main import LOG_VARIABLE, PARENT_VARIABLE
+from torchtitan_rl.supervision.calls import ProcessEndedError
+from torchtitan_rl.supervision.exits import Exit
 from torchtitan_rl.supervision.process_info import ProcessInfo
 
 STOP_SECONDS = 0.5
 """How long processes get to end by themselves."""
 START_SECONDS_VARIABLE = "HYPERACTOR_MESH_PROC_SPAWN_MAX_IDLE"
 """How long Monarch waits for a new process to call back; see platform/third_party.py."""
+WATCH_SECONDS = 0.5
+"""How often the processes are looked at while a call waits for their reply."""
+LAST_REPLY_SECONDS = 1.0
+"""How long the reply of a process that has ended may still be under way."""
 REAP_SECONDS = 2.0
 """How long a killed process may take to give its memory back."""
 CLEANERS = (JANITOR, "multiprocessing.resource_tracker")
@@ -54,6 +63,10 @@ class Spawned:
     """Remover of their temporary files, if these have a folder of their own."""
     log_file: str = ""
     """Where they print to."""
+    name: str = "worker"
+    """Name within a sentence: `trainer`, `generator 1`."""
+    exits: list[Exit] = field(default_factory=list)
+    """How each of the processes ended."""
 
     @property
     def alive(self) -> bool:
@@ -62,6 +75,35 @@ class Spawned:
             return all(p.status() != psutil.STATUS_ZOMBIE for p in self.processes)
         except psutil.NoSuchProcess:
             return False
+
+    async def watched(self, reply: Awaitable[Result]) -> Result:
+        """The actor's reply to a call; ProcessEndedError soon after one of its processes has ended.
+        Monarch may take half a minute to report that."""
+        task = as_task(reply)
+        try:
+            while not (await asyncio.wait({task}, timeout=WATCH_SECONDS))[0]:
+                if not self.alive:
+                    # Its last words may be under way.
+                    await asyncio.wait({task}, timeout=LAST_REPLY_SECONDS)
+                    break
+            if task.done():
+                return task.result()
+        except SupervisionError as error:
+            if self.alive:
+                raise
+            raise ProcessEndedError(self.describe_end()) from error
+        finally:
+            await cancel(task)
+        raise ProcessEndedError(self.describe_end())
+
+    def describe_end(self) -> str:
+        """Which process has ended and how, and where its log is."""
+        found = [(rank, exit.how) for rank, exit in enumerate(self.exits) if exit.how]
+        rank, how = found[0] if found else (0, "has ended")
+        which = f" of rank {rank}" if len(self.processes) > 1 and found else ""
+        killed = "SIGKILL" in how
+        why = " If nobody killed it, the machine has run out of memory." if killed else ""
+        return f"the {self.name}'s process{which} {how}. Its log: {self.log_file}.{why}"
 
     async def stop(self) -> None:
         """End the processes and whatever they have started, also when they hang or have ended.
@@ -129,14 +171,18 @@ async def spawn(
 
     With `distributed`, they also get the environment that `init_process_group` reads. With
     `own_temporary_folder`, their temporary files are removed when they have ended, however they
-    end. What they print goes to `log_file`; without one, to a temporary file, `Spawned.log_file`,
-    that is there until this process ends.
+    end. What they print goes to `log_file`, which is named after the actor and lies in the `logs`
+    of a run's folder; without one, to a temporary file, `Spawned.log_file`, that is there until
+    this process ends.
     """
     outlive_workers()
     name = actor_class.__name__.lower()
+    who = Path(log_file).stem.replace("-", " ") if log_file else name
     log_file = log_file or _temporary_log(name)
     start_monarch(log_file)
-    env = {**env, "PYTHONPATH": _python_path(), LOG_VARIABLE: log_file}
+    title = make_title(who, Path(log_file).absolute().parent.parent.name)
+    env = {**env, "PYTHONPATH": _python_path(), LOG_VARIABLE: log_file, TITLE_VARIABLE: title}
+    env["VLLM_PROCESS_NAME_PREFIX"] = title
     env[PARENT_VARIABLE] = str(os.getpid())
     temporary = None  # if this fails, the folder is removed with the object
     if own_temporary_folder:
@@ -149,10 +195,11 @@ async def spawn(
         if distributed:
             await setup_torch_elastic_env_async(procs, "127.0.0.1", _free_port())
         # Each process is asked for its id: meshes may start side by side, so children do not tell.
-        infos = per_rank(await procs.spawn("process_info", ProcessInfo).get.call())
+        infos = per_rank(await procs.spawn("process_info", ProcessInfo).get.call(ranks=processes))
         actor = procs.spawn(name, actor_class, *args, **kwargs)
         pids, host = [psutil.Process(pid) for pid, _ in infos], infos[0][1]
-        return Spawned(actor, procs, pids, host, temporary, log_file)
+        exits = [Exit(pid) for pid, _ in infos]
+        return Spawned(actor, procs, pids, host, temporary, log_file, who, exits)
     except BaseException:
         await _give_up(procs)
         raise

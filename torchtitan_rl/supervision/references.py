@@ -18,7 +18,7 @@ RankLogprobs = list[list[torch.Tensor]]
 
 
 class References:
-    """One reference mesh at a time, and as many one after the other as it takes.
+    """The reference mesh of a run; one that dies is replaced by the next.
 
     Example:
         references = References(lambda number: spawn_reference(config, model=model))

@@ -1,10 +1,9 @@
-"""Spawn an actor on processes of its own: one mesh per actor, so a death takes nobody else along.
+"""Spawn an actor on processes of its own: one mesh per actor, so that a death ends no other actor.
 
 `spawn_generator`, `spawn_grader`, `spawn_environment`, `spawn_trainer` and `spawn_reference` are
 all that a script or a notebook needs.
 """
 
-import os
 from dataclasses import fields
 from typing import Any
 
@@ -20,7 +19,8 @@ from torchtitan_rl.config import (
     TaskConfig,
     TrainerConfig,
 )
-from torchtitan_rl.platform import worker_env
+from torchtitan_rl.config.checkpoint import AsyncMode
+from torchtitan_rl.platform import default_threads, worker_env
 from torchtitan_rl.supervision.placement import Placement
 from torchtitan_rl.supervision.processes import (
     Spawned,
@@ -100,6 +100,7 @@ async def spawn_trainer(
     tokens_folder: str = "tokens",
     weights_folder: str = "weights",
     keep: int = 2,
+    async_mode: AsyncMode = "disabled",
     seed: int = 0,
     resume: bool = False,
     placement: Placement | None = None,
@@ -108,7 +109,7 @@ async def spawn_trainer(
     """A trainer that has loaded its weights: from its latest checkpoint or from `model`. The
     learning rate is laid out for `steps`."""
     placement = placement or Placement(config.parallelism.world_size)
-    threads = config.threads or max(1, (os.cpu_count() or 1) // placement.processes)
+    threads = config.threads or default_threads(placement.processes)
     trainer = await spawn(
         trainer_class(config),
         config,
@@ -119,6 +120,7 @@ async def spawn_trainer(
         tokens_folder=str(tokens_folder),
         weights_folder=str(weights_folder),
         keep=keep,
+        async_mode=async_mode,
         seed=seed,
         env=worker_env(threads, role="trainer", gpus=placement.gpus),
         processes=placement.processes,
@@ -154,7 +156,7 @@ async def spawn_reference(
 async def _ready(spawned: Spawned, setup: Any) -> Spawned:
     """Wait for an actor's setup; if that fails or is given up, leave no process behind."""
     try:
-        await setup
+        await spawned.watched(setup)
     except BaseException:
         await spawned.stop()
         raise

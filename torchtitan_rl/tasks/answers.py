@@ -84,7 +84,7 @@ class AnswerReward:
     """Keyword arguments of the function: `ignore_case 1` of exact, `tolerance 0.01` or
     `relative 0.01` of numeric."""
     marker: str = ""
-    """Text before the answer, such as `Answer:`; the answer is the line after the last of these.
+    """Text before the answer, such as `Answer:`; the answer is the first line after the last one.
     Empty: the answer is the whole completion."""
     pattern: str = ""
     """Regular expression of the answer, in place of a marker; the last match counts, or its group

@@ -32,7 +32,7 @@ class Calculator(QuestionTask):
         digits: int = 2
         """Digits of each number."""
         hasty: float = 0.7
-        """How often a demonstration stops before a subtraction and answers what it has so far."""
+        """Probability that a demonstration stops before a subtraction, with the number so far."""
 
         def __post_init__(self) -> None:
             # With slots a dataclass is made twice, so super() refers to another class.

@@ -31,7 +31,7 @@ class Spelling(QuestionTask):
         max_letters: int = 5
         """Most letters in a question."""
         forgetful: float = 0.7
-        """How often a demonstration of four letters or more leaves out the last word."""
+        """Probability that a demonstration of four letters or more leaves out the last word."""
 
         def __post_init__(self) -> None:
             QuestionTask.Config.__post_init__(self)

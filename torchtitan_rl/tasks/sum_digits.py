@@ -26,7 +26,7 @@ class SumDigits(QuestionTask):
         """Regular expression of an answer in the required form; the sum is the group of its last
         match."""
         forgotten_carries: float = 0.7
-        """How often a demonstration forgets the carry when its sum passes nineteen."""
+        """Probability that a demonstration forgets the carry when its sum passes nineteen."""
 
         def __post_init__(self) -> None:
             # With slots a dataclass is made twice, so super() refers to another class.

@@ -1,14 +1,18 @@
 """Command line of the viewer: `python -m torchtitan_rl.view outputs/<run> [outputs/<other>]`."""
 
 import argparse
+import errno
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchtitan_rl.view.runs import NotARun
-from torchtitan_rl.view.server import open_server
-from torchtitan_rl.view.viewer import Viewer
+from torchtitan_rl.core.interrupts import end_on_interrupt
+
+with end_on_interrupt():
+    from torchtitan_rl.view.runs import NotARun
+    from torchtitan_rl.view.server import open_server
+    from torchtitan_rl.view.viewer import Viewer
 
 DEFAULT_PORT = 8765
 PROGRAM = "python -m torchtitan_rl.view"
@@ -38,8 +42,8 @@ def parser(prog: str = PROGRAM) -> argparse.ArgumentParser:
     made.add_argument(
         "--port",
         type=int,
-        default=DEFAULT_PORT,
-        help="default: %(default)s, or the next free one; 0: any",
+        help=f"the port to listen on; 0: any free one (default: {DEFAULT_PORT}, or the next free "
+        "one)",
     )
     return made
 
@@ -53,10 +57,16 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = PROGRAM) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     try:
-        server = open_server(options.host, options.port, viewer.endpoints, viewer.changes)
+        server = open_server(
+            options.host,
+            DEFAULT_PORT if options.port is None else options.port,
+            viewer.endpoints,
+            viewer.changes,
+            tries=20 if options.port is None else 1,
+        )
     except (OSError, OverflowError) as error:
         viewer.close()
-        print(f"error: cannot listen on {options.host}:{options.port}: {error}", file=sys.stderr)
+        print(f"error: {why_not(error, options.host, options.port)}", file=sys.stderr)
         return 2
     # A thread of this process makes the index: a response must not wait 5 ms for it each time.
     sys.setswitchinterval(0.0005)
@@ -73,6 +83,14 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = PROGRAM) -> int:
         server.server_close()
         viewer.close()
     return 0
+
+
+def why_not(error: Exception, host: str, port: int | None) -> str:
+    """Why the page cannot be served, and what to do about it."""
+    where = host if port is None else f"{host}:{port}"
+    if getattr(error, "errno", None) == errno.EADDRINUSE and port is not None:
+        return f"{where} is in use by another program: choose another --port, or leave it out"
+    return f"cannot listen on {where}: {error}"
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
 import torch
+import xxhash
 
 _memcmp = ctypes.CDLL(None).memcmp  # leaves Python to other threads meanwhile, as numpy does
 _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -39,6 +40,11 @@ def bytes_of(tensor: torch.Tensor, dtype: torch.dtype) -> np.ndarray | None:
 def same(one: np.ndarray, other: np.ndarray) -> bool:
     """Whether two byte arrays of one length are equal; stops at the first difference."""
     return _memcmp(one.ctypes.data, other.ctypes.data, len(one)) == 0
+
+
+def checksum(data: torch.Tensor) -> int:
+    """64-bit checksum of [bytes] uint8."""
+    return xxhash.xxh3_64(data.cpu().numpy()).intdigest()  # type: ignore[arg-type]
 
 
 def copy(copies: Sequence[Copy], pool: ThreadPoolExecutor, threads: int) -> None:

@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from torchtitan_rl.weight_sync.boxes import Box, cut, slot_box
 from torchtitan_rl.weight_sync.handle import (
     Part,
     Slot,
@@ -75,23 +76,25 @@ class FileBuffer:
 class FileReader:
     """Reader of one rank's snapshot file."""
 
+    received = 0
+
     def __init__(self, part: Part, version: int) -> None:
         path = part.location.path
         try:
             self._file = safe_open(path, "pt")
         except FileNotFoundError:
             raise StaleHandleError(
-                f"weights version {version} are gone: {path} has been removed, or is on a file "
+                f"policy version {version} is gone: {path} has been removed, or is on a file "
                 "system that this host does not share"
             ) from None
         except (OSError, SafetensorError) as error:
             raise WeightSyncError(f"cannot read the weights in {path}: {error}") from error
         if (held := self._file.metadata().get("version")) != str(version):
-            raise StaleHandleError(f"{path} holds weights version {held}, not {version}")
-        self._path, self._slots = path, part.slots
+            raise StaleHandleError(f"{path} holds policy version {held}, not {version}")
+        self._path, self._part = path, part
 
     def tensor_of(self, number: int) -> torch.Tensor:
-        slot = self._slots[number]
+        slot = self._part.slots[number]
         try:
             tensor = self._file.get_tensor(str(slot))
         except SafetensorError as error:
@@ -102,6 +105,12 @@ class FileReader:
                 f"{slot.dtype} {slot.shape} were published"
             )
         return tensor
+
+    def box_of(self, number: int, box: Box) -> torch.Tensor:
+        return cut(self.tensor_of(number), slot_box(self._part.slots[number]), box)
+
+    def checked(self, number: int) -> list[tuple[torch.Tensor, int]]:
+        return [(self.tensor_of(number), self._part.checksums[number])]
 
     def close(self) -> None:
         del self._file

@@ -15,7 +15,7 @@ from torchtitan_rl.core.errors import TorchtitanRLError
 if TYPE_CHECKING:  # a simulated generator takes handles, and starts sooner without torch
     import torch
 
-Transport = Literal["shm", "rdma", "file"]
+Transport = Literal["shm", "rdma", "file", "collective"]
 Shape = tuple[int, ...]
 
 

@@ -9,14 +9,17 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from torchtitan_rl.weight_sync.boxes import aligned
 from torchtitan_rl.weight_sync.copying import bytes_of
 from torchtitan_rl.weight_sync.handle import Shard, Slot
 
-_ALIGNMENT = 64
 _PREFIX = 64
 """Bytes of each piece that are compared first: in trained weights they nearly always differ."""
+Heads = tuple[torch.dtype, list[int], list[torch.Tensor]]
+"""Numbers of pieces, and their first values: to be converted to a dtype, all at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,7 @@ class CopyPlan:
         self.memory = [bytes_of(row, kind) for row, kind in zip(self.rows, kinds, strict=True)]
         """Per piece, its bytes; None if it needs conversion or is not in CPU memory."""
         self._prefixes = [memoryview(b"") if m is None else m[:_PREFIX].data for m in self.memory]
+        self._heads = _heads(self.rows, kinds, self.memory)
         self._shards, self._dtype = list(shards), dtype
 
     def is_of(self, shards: Sequence[Shard], dtype: torch.dtype | None) -> bool:
@@ -62,8 +66,32 @@ class CopyPlan:
         )
 
     def prefixes(self) -> list[bytes]:
-        """The first bytes of each piece, as they are now; empty for pieces without `memory`."""
-        return list(map(bytes, self._prefixes))
+        """The first bytes that each piece has in a snapshot made now; empty for pieces that are not
+        contiguous."""
+        prefixes = list(map(bytes, self._prefixes))
+        for kind, numbers, heads in self._heads:
+            # One copy from a device: each would wait for the device.
+            read = torch.cat(heads).to(kind).view(torch.uint8).cpu().numpy().tobytes()
+            first = 0
+            for number, head in zip(numbers, heads, strict=True):
+                last = first + head.numel() * kind.itemsize
+                prefixes[number], first = read[first:last], last
+        return prefixes
+
+
+def _heads(
+    rows: Sequence[torch.Tensor],
+    kinds: Sequence[torch.dtype],
+    memory: Sequence[np.ndarray | None],
+) -> list[Heads]:
+    """The first values of contiguous pieces that need conversion, or are not in CPU memory."""
+    heads: dict[tuple, Heads] = {}
+    for number, (row, kind, held) in enumerate(zip(rows, kinds, memory, strict=True)):
+        if held is None and row.is_contiguous() and row.numel():
+            group = heads.setdefault((row.dtype, row.device, kind), (kind, [], []))
+            group[1].append(number)
+            group[2].append(row.detach().view(-1)[: _PREFIX // kind.itemsize])
+    return list(heads.values())
 
 
 def _layout(shards: Sequence[Shard], dtype: torch.dtype | None, last: Layout | None) -> Layout:
@@ -80,5 +108,5 @@ def _layout(shards: Sequence[Shard], dtype: torch.dtype | None, last: Layout | N
         shape = (sum(rows[0] for rows in shapes), *shapes[0][1:]) if whole else ()
         slots.append(Slot(name, whole, start, shape, kind, offset, nbytes))
         owners += [number] * len(shapes)
-        offset += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        offset += aligned(nbytes)
     return Layout(signature, tuple(slots), owners, offset)

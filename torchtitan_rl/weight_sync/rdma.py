@@ -59,8 +59,6 @@ class RdmaBuffer:
         return True
 
     def seal(self, number: int, version: int, _slots: Sequence[Slot]) -> RdmaLocation:
-        if self.data.is_cuda:
-            torch.cuda.synchronize(self.data.device)  # before the header says that it is there
         self._header[2] = version
         self._header[1] = number
         return self._location
@@ -147,12 +145,11 @@ async def _check(part: Part, version: int) -> None:
     await _submitted(asking, version, _ANSWER_SECONDS)
     token, held, newer = header.tolist()
     if token != location.token:
-        raise StaleHandleError(f"the buffer of weights version {version} is gone")
+        raise StaleHandleError(f"the buffer of policy version {version} is gone")
     if held != part.number:
         now = "being rewritten" if held == WRITING else f"holding version {newer}"
         raise StaleHandleError(
-            f"weights version {version} were overwritten: their buffer is {now}; pull the latest "
-            "handle"
+            f"policy version {version} was overwritten: its buffer is {now}; pull the latest handle"
         )
 
 
@@ -161,6 +158,6 @@ async def _submitted(action: RDMAAction, version: int, seconds: int) -> None:
         await action.submit(timeout=seconds)
     except Exception as error:
         raise WeightSyncError(
-            f"weights version {version} could not be read over {get_rdma_backend()}: {error}. Is "
+            f"policy version {version} could not be read over {get_rdma_backend()}: {error}. Is "
             "the trainer alive?"
         ) from error

@@ -10,6 +10,7 @@ import mmap
 import os
 import secrets
 import struct
+import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
+from torchtitan_rl.weight_sync.boxes import Box, cut, slot_box
 from torchtitan_rl.weight_sync.handle import Part, Slot, StaleHandleError, WeightSyncError
 
 # Header of a buffer: a random token (a recycled pid and fd must not pass for ours), the number of
@@ -81,17 +83,29 @@ class ShmBuffer:
 class ShmReader:
     """Reader of a part; the part stays unchanged until the reader is closed."""
 
+    received = 0
+
     def __init__(self, part: Part, version: int) -> None:
-        self._mapping = _map(part.location)
-        self._mapping.lock(part.number, version)
-        self._views = self._mapping.views(part.slots)
+        with _mappings_changed:
+            self._mapping, self._part = _map(part.location), part
+            self._mapping.lock(part.number, version)
+            self._views = self._mapping.views(part.slots)
 
     def tensor_of(self, number: int) -> torch.Tensor:
         """A view of a slot's tensor, valid until the reader is closed."""
         return self._views[number].detach()  # a caller that reshapes it must not reshape ours
 
+    def box_of(self, number: int, box: Box) -> torch.Tensor:
+        """A view of a box of a slot's tensor."""
+        return cut(self.tensor_of(number), slot_box(self._part.slots[number]), box)
+
+    def checked(self, number: int) -> list[tuple[torch.Tensor, int]]:
+        """What a slot's checksum is of, and the checksum."""
+        return [(self.tensor_of(number), self._part.checksums[number])]
+
     def close(self) -> None:
-        self._mapping.unlock()
+        with _mappings_changed:
+            self._mapping.unlock()
 
 
 class _Mapping:
@@ -140,7 +154,7 @@ class _Mapping:
         if token != self._location.token or held != number:
             self.unlock()
             if token != self._location.token:
-                raise StaleHandleError(f"the buffer of weights version {version} is gone")
+                raise StaleHandleError(f"the buffer of policy version {version} is gone")
             now = "half-written" if held == WRITING else f"holding version {newer}"
             raise self._stale(version, now)
 
@@ -171,12 +185,12 @@ class _Mapping:
 
     def _stale(self, version: int, now: str) -> StaleHandleError:
         return StaleHandleError(
-            f"weights version {version} were overwritten: their buffer is {now}; pull the latest "
-            "handle"
+            f"policy version {version} was overwritten: its buffer is {now}; pull the latest handle"
         )
 
 
 _mappings: "OrderedDict[ShmLocation, _Mapping]" = OrderedDict()
+_mappings_changed = threading.Lock()
 
 
 def _map(location: ShmLocation) -> _Mapping:

@@ -14,11 +14,11 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-import xxhash
 
-from torchtitan_rl.weight_sync.copying import Copy, bytes_of, copy, same
+from torchtitan_rl.weight_sync.copying import Copy, bytes_of, checksum, copy, same
 from torchtitan_rl.weight_sync.handle import Part, Shard, Slot, Transport, WeightHandle
 from torchtitan_rl.weight_sync.plan import CopyPlan, Layout
+from torchtitan_rl.weight_sync.side_stream import SideStream, copy_over
 
 _FIRST_VALUES = 1024
 """How many values of a converted tensor are compared before all of them are."""
@@ -78,11 +78,14 @@ class Publisher:
         transport: Transport,
         make_buffer: Callable[[int], Buffer],
         *,
+        device: torch.device | None = None,
         checksums: bool = True,
         threads: int = 1,
         at_close: Callable[[], None] = lambda: None,
     ) -> None:
+        """`device` is where the weights are; None: in CPU memory."""
         self.transport, self._make_buffer, self._checksums = transport, make_buffer, checksums
+        self._side = SideStream(device or torch.device("cpu"))
         self._id, self._number = secrets.randbits(62), 0
         self._plan: CopyPlan | None = None
         self._older: Snapshot | None = None
@@ -96,15 +99,18 @@ class Publisher:
         version: int,
         *,
         dtype: torch.dtype | None = None,
+        mark: Any = None,
         copied: Callable[[], None] = lambda: None,
     ) -> WeightHandle:
         """Write a snapshot of the shards, in `dtype` or their own.
 
-        `copied` is called as soon as the live weights may change again; a snapshot that is written
-        to a file takes longer than that.
+        A device copies them beside the kernels that were queued after `mark`, or after this call
+        began. `copied` is called as soon as the live weights may change again; a snapshot that is
+        written to a file takes longer than that.
         """
         if version < 0:
             raise ValueError(f"policy versions start at 0, got {version}")
+        mark = self.mark() if mark is None else mark
         try:
             plan = self._plan
             if plan is None or not plan.is_of(shards, dtype):
@@ -113,7 +119,8 @@ class Publisher:
                     self._newer.prefixes.clear()  # other pieces may have a prefix now
             target = self._next_snapshot(plan.layout)
             self._number += 1
-            changed = self._copy(plan, target)
+            with self._side.after(mark):
+                changed = self._copy(plan, target)
         finally:
             copied()
         if self._checksums:
@@ -125,6 +132,11 @@ class Publisher:
         sums = tuple(target.checksums)
         part = Part(self._id, self._number, location, slots, tuple(changed), sums)
         return WeightHandle(version, self.transport, (part,))
+
+    def mark(self) -> Any:
+        """What the device has to do before the weights may be copied: all that this thread has
+        queued so far."""
+        return self._side.mark()
 
     def _before(self, layout: Layout) -> Snapshot | None:
         """The last published snapshot, if it has the same layout and so can be compared."""
@@ -154,7 +166,7 @@ class Publisher:
                 sources.append(row)
         copy(copies, self._pool, self._threads)
         if targets:
-            torch._foreach_copy_(targets, sources)
+            copy_over(targets, sources)
         return changed
 
     def _changed(self, plan: CopyPlan, prefixes: list[bytes]) -> list[int]:
@@ -193,7 +205,7 @@ class Publisher:
         """Free the buffers. Readers that have them open can go on reading."""
         for snapshot in (self._older, self._newer):
             if snapshot is not None:
-                snapshot.close()
+                self._close(snapshot)
         self._older = self._newer = self._plan = None
         self._pool.shutdown()
         self._at_close()
@@ -205,16 +217,16 @@ class Publisher:
             if older.layout is layout and older.buffer.reopen():
                 self._older = older
                 return older
-            older.close()
+            self._close(older)
         buffer = self._make_buffer(max(layout.nbytes, 1))
+        self._side.pin(buffer.data)
         views = layout.cut(buffer.data)
         self._older = Snapshot(buffer, layout, views, [bytes_of(v, v.dtype) for v in views])
         return self._older
 
-
-def checksum(data: torch.Tensor) -> int:
-    """64-bit checksum of [bytes] uint8."""
-    return xxhash.xxh3_64(data.cpu().numpy()).intdigest()  # type: ignore[arg-type]
+    def _close(self, snapshot: Snapshot) -> None:
+        self._side.unpin(snapshot.buffer.data)
+        snapshot.close()
 
 
 def _same(held: Snapshot, plan: CopyPlan, piece: int) -> bool:

@@ -3,9 +3,12 @@
 import os
 import secrets
 import tempfile
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import torch
 
 from torchtitan_rl.config.weight_sync import WeightSyncConfig
 from torchtitan_rl.weight_sync.handle import Transport
@@ -32,29 +35,50 @@ def check_folder(config: WeightSyncConfig) -> None:
 def wants_checksums(config: WeightSyncConfig, transport: Transport, device: str) -> bool:
     """Whether a publisher computes a checksum of every tensor."""
     if config.checksums == "auto":
-        return transport == "file" or (transport == "rdma" and device == "cpu")
+        return transport == "file" or (transport in ("rdma", "collective") and device == "cpu")
     return config.checksums == "on"
 
 
-def choose_transport(config: WeightSyncConfig, hosts: set[str]) -> tuple[Transport, str]:
-    """The transport for actors on these hosts, and a line about it for the user.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ends:
+    """What trainer and generators are, as far as the way between them depends on it."""
+
+    hosts: frozenset[str]
+    """The machines that they are on."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    trainer_ranks: int = 1
+    tensor_parallel: int = 1
+    """Ranks of each generator."""
+    shared_gpus: int = 0
+    """GPUs that trainer and generators have in common."""
+
+
+def choose_transport(config: WeightSyncConfig, ends: Ends) -> tuple[Transport, str]:
+    """The transport between trainer and generators, and a line about it for the user.
 
     Example:
-        >>> choose_transport(WeightSyncConfig(), {"a"})
-        ('shm', 'weights go through shared memory: all actors are on one host')
+        >>> choose_transport(WeightSyncConfig(), Ends(hosts=frozenset({"a"})))
+        ('shm', 'weights go through shared memory: all actors are on one host, without GPUs')
     """
-    if config.transport == "shm" and len(hosts) > 1:
+    hosts = len(ends.hosts)
+    if config.transport in ("shm", "collective") and hosts > 1:
         raise ValueError(
-            f"trainer.weight_sync.transport is shm, but the actors are on {len(hosts)} hosts: use "
-            "rdma, file or auto"
+            f"trainer.weight_sync.transport is {config.transport}, but the actors are on {hosts} "
+            "hosts: use rdma, file or auto"
         )
     chosen = config.transport
-    if chosen == "auto":
-        chosen = "shm" if len(hosts) == 1 else "rdma"
+    if chosen == "auto" and hosts > 1:
+        chosen = "rdma"
+    elif chosen == "auto":
+        # On GPUs that they share, the trainer gives its memory back while generators work.
+        apart = ends.device == "cuda" and not ends.shared_gpus
+        chosen = "collective" if apart else "shm"
     if chosen == "shm":
-        return chosen, "weights go through shared memory: all actors are on one host"
+        return chosen, f"weights go through shared memory: {_why_shared_memory(ends)}"
     if chosen == "file":
         return chosen, "weights go through files, as trainer.weight_sync.transport says"
+    if chosen == "collective":
+        return chosen, f"weights go {_collective_way(ends)}"
     from monarch.rdma import get_rdma_backend
 
     backend = get_rdma_backend()
@@ -67,6 +91,31 @@ def choose_transport(config: WeightSyncConfig, hosts: set[str]) -> tuple[Transpo
     return chosen, "weights go by RDMA over ibverbs"
 
 
+def _why_shared_memory(ends: Ends) -> str:
+    if ends.device == "cpu":
+        return "all actors are on one host, without GPUs"
+    if ends.shared_gpus:
+        return (
+            "trainer and generators share GPUs, and collective would keep two snapshots of the "
+            "trainer's share on each"
+        )
+    return "trainer.weight_sync.transport says so; collective goes from GPU to GPU"
+
+
+def _collective_way(ends: Ends) -> str:
+    """How `collective` moves weights between these ends, in a few words."""
+    slices = ends.tensor_parallel > 1
+    what = "its slice of them" if slices else "all of them"
+    ranks = "each rank of a generator" if slices else "each generator"
+    sent = f"{ranks} receives {what} from {ends.trainer_ranks} trainer rank"
+    sent += "s" if ends.trainer_ranks > 1 else ""
+    if ends.device == "cpu":
+        return f"through process groups, by gloo: {sent}"
+    if ends.shared_gpus:
+        return f"from GPU to GPU: by CUDA IPC where both ends share one, else by NCCL; {sent}"
+    return f"from GPU to GPU, by NCCL: {sent}"
+
+
 def make_publisher(
     transport: Transport,
     *,
@@ -77,7 +126,8 @@ def make_publisher(
 ) -> Publisher:
     """Make a rank's publisher. Files go to a new folder whose name begins with `folder`; `device`
     is where the weights are."""
-    options: dict[str, Any] = {"checksums": checksums, "threads": threads}
+    at = torch.device(device)
+    options: dict[str, Any] = {"checksums": checksums, "threads": threads, "device": at}
     if transport == "shm":
         from torchtitan_rl.weight_sync.shm import ShmBuffer
 
@@ -89,6 +139,12 @@ def make_publisher(
         own = Path(f"{folder}-{secrets.token_hex(4)}")  # other runs may use the same folder
         make, janitor = partial(FileBuffer, folder=own), Janitor(own)
         return Publisher("file", make, at_close=janitor.close, **options)
+    if transport == "collective":
+        from torchtitan_rl.weight_sync.collective import CollectiveBuffer, Server
+
+        server = Server(at)
+        new = partial(CollectiveBuffer, server=server, device=at)
+        return Publisher("collective", new, at_close=server.close, **options)
     from torchtitan_rl.weight_sync.rdma import RdmaBuffer
 
     return Publisher("rdma", partial(RdmaBuffer, device=device), **options)

@@ -1,14 +1,8 @@
-"""Weights that are loaded directly against vLLM's own reload, and layers as one function against
-vLLM's own; run in a process of its own, because vLLM patches the one it runs in.
+"""Weights that are loaded directly against vLLM's own reload, version by version, and against
+transformers; called where vLLM may be imported."""
 
-    python -m tests.engines.vllm.direct_checks FOLDER...
-"""
-
-import asyncio
 import os
-import sys
 
-import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -63,7 +57,7 @@ class Served:
         self.worker.model_runner.reload_weights = counted
 
     def forget(self):
-        """As if nothing had been loaded yet."""
+        """Reset the worker, as if nothing had been loaded yet."""
         self.worker.served = self.worker.direct = None
         self.reloads = 0
 
@@ -94,7 +88,7 @@ def load(folder):
 
 
 def mismatch(model, made):
-    """Of an engine's logprobs with transformers' own."""
+    """Largest difference between an engine's logprobs and those of transformers."""
     worst = 0.0
     for token_ids, logprobs in made:
         with torch.no_grad():
@@ -151,7 +145,7 @@ async def check_other_dtypes(served, folder):
 
 
 async def check_a_model_that_changes_weights_as_it_loads_them(served, folder):
-    """Its modules tell nothing of that; what vLLM has made of the first weights does."""
+    """The model's modules do not show the change; what vLLM has made of the first weights does."""
     model, publisher = load(folder), make_publisher("shm")
     inside = served.worker.model_runner.get_model()
     load_weights = inside.load_weights
@@ -166,13 +160,8 @@ async def check_a_model_that_changes_weights_as_it_loads_them(served, folder):
     inside.load_weights = load_weights
 
 
-def check_a_second_engine(folder):
-    """It would share the first one's connector, and copy prompts within the wrong cache."""
-    with pytest.raises(RuntimeError, match="one engine in a process"):
-        Engine(str(folder), small_engine(), seed=0)
-
-
-async def main(folders):
+async def check_direct_loads(folders):
+    """Check direct loading for each kind of model that it supports."""
     for folder in folders:
         served = Served(folder)
         await check_versions(served, folder)
@@ -180,9 +169,4 @@ async def main(folders):
             await check_parts(served, folder)
             await check_other_dtypes(served, folder)
             await check_a_model_that_changes_weights_as_it_loads_them(served, folder)
-            check_a_second_engine(folder)
         served.engine.close()
-
-
-if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1:]))

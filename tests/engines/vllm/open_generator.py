@@ -9,9 +9,19 @@ def loads_directly(worker) -> bool:
     return worker.direct is not None
 
 
+def received_bytes(worker) -> int:
+    return worker.received_bytes
+
+
 class OpenGenerator(VLLMGenerator):
     @concurrent_endpoint
     async def loads_directly(self) -> list[bool]:
-        """By rank: whether weights are loaded without vLLM's help."""
+        """Whether each rank loads weights without vLLM's loader."""
         engine = self.engine
         return await engine._between_steps(lambda: engine._engine.collective_rpc(loads_directly))
+
+    @concurrent_endpoint
+    async def received_bytes(self) -> list[int]:
+        """By rank: bytes that were sent to it for the last weights."""
+        engine = self.engine
+        return await engine._between_steps(lambda: engine._engine.collective_rpc(received_bytes))

@@ -1,15 +1,23 @@
 """The engine without an actor: in a process of its own, because vLLM patches the one it runs in."""
 
 import os
+import shutil
 import subprocess
 import sys
 
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.models.support import noisy_copy
+from torchtitan_rl.models.makers.tiny import TINY_QWEN3
 from torchtitan_rl.platform import worker_env
 
 SCRIPT = """
 import asyncio, sys
-from tests.engines.vllm.kernel_checks import check_kernels, check_model
-from tests.engines.vllm.copied_blocks_checks import check_copied_blocks
+from threading import Event
+from tests.engines.vllm.kernel_checks import check_kernels, check_model, check_other_version
+check_other_version()  # before the worker is imported, which applies the patches
+from tests.engines.vllm.direct_checks import check_direct_loads
 from tests.support import small_engine
 from torchtitan_rl.engines.vllm.engine import Engine, EngineDiedError, SamplingConfig
 from torchtitan_rl.engines.vllm.worker import WorkerExtension
@@ -18,6 +26,7 @@ from torchtitan_rl.weight_sync.transport import make_publisher
 from safetensors.torch import load_file
 import torch
 
+asyncio.run(check_direct_loads(sys.argv[2:]))
 engine = Engine(sys.argv[1], small_engine(), seed=0)
 check_kernels()
 engine._engine.apply_model(check_model)
@@ -29,8 +38,6 @@ def tokens_so_far():
     return [requests[name].num_output_tokens for name in running] or [0]
 
 async def main():
-    await check_copied_blocks(engine)
-
     # A short call does not wait for a long one: they share the batch.
     first = asyncio.create_task(engine.generate([[1, 2]], long, ["long"]))
     assert len(await engine.generate([[3]], short, ["short"])) == 1
@@ -87,6 +94,19 @@ async def main():
     assert swap.done() and all(c.token_versions is None for c in await old)
     engine._config.drain = False
 
+    # Weights that travel are received beside the steps.
+    travelling, going_on, opening = make_publisher("collective"), Event(), WorkerExtension._open
+    WorkerExtension._open = lambda *how: (going_on.wait(20), opening(*how))[1]
+    handle = travelling.publish(whole_tensors(tensors.items()), version=3)
+    swap = asyncio.create_task(engine.pull_weights(handle))
+    [meanwhile] = await engine.generate([[3]], short, ["meanwhile"])
+    assert meanwhile.policy_version == 2 and not swap.done()
+    going_on.set()
+    await swap
+    [after] = await engine.generate([[3]], short, ["received"])
+    assert after.policy_version == 3
+    WorkerExtension._open = opening
+
     # What fails while an answer is put together fails the call that waits for it.
     engine._decoded = lambda call: 1 / 0
     try:
@@ -113,14 +133,16 @@ async def main():
     gone = make_publisher("shm")
     closed = gone.publish(whole_tensors(tensors.items()), version=4)
     gone.close()
-    for handle in (damaged, closed):
+    lost = travelling.publish(whole_tensors(tensors.items()), version=4)
+    travelling.close()
+    for handle in (damaged, closed, lost):
         try:
             await engine.pull_weights(handle)
         except Exception as error:
             print(type(error).__name__)
             print(error, file=sys.stderr)
     [now] = await engine.generate([[1, 2]], greedy, ["now"])
-    assert now.policy_version == 2 and now.token_logprobs == before[0].token_logprobs
+    assert now.policy_version == 3 and now.token_logprobs == before[0].token_logprobs
 
     # A swap that fails half-way ends the engine: nobody gets an answer of half-new weights.
     waiting = asyncio.create_task(engine.generate([[1, 2]], long, ["waiting"]))
@@ -144,10 +166,32 @@ asyncio.run(main())
 """
 
 
-def test_an_engine_by_itself_shares_cancels_and_dies_in_order(tiny_model):
+def write_llama(tiny_model, folder, **settings):
+    """Write a Llama whose vocabulary vLLM pads, with noise on all weights: none are alike."""
+    shape = {k: v for k, v in TINY_QWEN3.items() if k not in ("architectures", "model_type")}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(**shape | {"vocab_size": 280, "num_hidden_layers": 2} | settings)
+    )
+    for weight in model.parameters():
+        weight.data += torch.randn_like(weight) * 0.06
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny_model / name, folder)
+    return folder
+
+
+def test_an_engine_by_itself_loads_shares_cancels_and_dies_in_order(tiny_model, tmp_path):
+    """Loads: with models whose output layer is the embedding, and is not."""
+    untied = {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True}
+    folders = [
+        noisy_copy(tiny_model, tmp_path / "qwen3"),
+        write_llama(tiny_model, tmp_path / "tied"),
+        write_llama(tiny_model, tmp_path / "untied, biased", **untied),
+    ]
     env = {**os.environ, **worker_env(1, role="generator"), "PYTHONPATH": os.getcwd()}
     run = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tiny_model)],
+        [sys.executable, "-c", SCRIPT, str(tiny_model), *map(str, folders)],
         env=env,
         capture_output=True,
         text=True,
@@ -156,9 +200,10 @@ def test_an_engine_by_itself_shares_cancels_and_dies_in_order(tiny_model):
     assert run.returncode == 0, run.stderr[-3000:]
     died = "EngineDiedError"
     wrong = "WrongWeightsError"
-    refused = [wrong, wrong, wrong, wrong, "StaleHandleError"]
-    assert run.stdout.split()[-10:] == [died, *refused, died, died, died, "closed"], run.stdout
+    refused = [wrong, wrong, wrong, wrong, "StaleHandleError", "LinkError"]
+    assert run.stdout.split()[-11:] == [died, *refused, died, died, died, "closed"], run.stdout
     # Each error names the tensor.
-    for said in ("'model.norm.weight' of shape (127,)", "lack 'model.norm.weight'", "have 'more'"):
+    for said in ("'model.norm.weight' of shape (127,)", "lacks 'model.norm.weight'", "has 'more'"):
         assert said in run.stderr
     assert "the bytes of model.layers.0" in run.stderr
+    assert run.stderr.count("vLLM 0.33.0 runs without our CPU patches, which are for 0.32.0") == 1

@@ -263,7 +263,8 @@ async def test_the_trainer_replays_packed_rows_shared_prompts_and_padding(made, 
 
 
 def test_what_vllm_returns_on_a_gpu_comes_out_the_same(made, folders):
-    """It has rows for dense layers too, in its own dtype; only its shape can be tested here."""
+    """vLLM's array has rows for dense layers too, and its own dtype; without a GPU only the shape
+    can be tested."""
     completion = made["first"][0]
     every_layer = np.zeros((len(completion.routed_experts) - 1, 3, 2), np.uint16)
     every_layer[:, 1:] = completion.routed_experts[:-1]

@@ -129,7 +129,7 @@ def test_large_scores_do_not_overflow_where_trunk_and_branch_are_merged():
 
 
 def alone(document):
-    """Where each path through a document is: trunk and one branch, or the trunk."""
+    """The positions of each path through a document: trunk and one branch, or the trunk."""
     trunk = list(range(document.trunk))
     start, paths = document.trunk, []
     for length in document.branches:

@@ -46,7 +46,7 @@ def llama(tiny_model):
 
 @pytest.fixture(scope="module")
 def folder(llama, tiny_model, tmp_path_factory):
-    """That model, saved."""
+    """The folder of the Llama, saved with a tokenizer."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     tokenizer.chat_template = TEMPLATE
     folder = tmp_path_factory.mktemp("models") / "llama"

@@ -26,7 +26,7 @@ async def run(workers: Workers, tool: str, seconds: float = 20.0, **arguments):
 
 
 async def process_of(workers: Workers) -> psutil.Process:
-    """Of the worker that will be taken next."""
+    """Process of the worker that will be taken next."""
     return psutil.Process(int((await run(workers, "where")).text.split(",")[0][1:]))
 
 

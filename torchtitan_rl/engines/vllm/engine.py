@@ -1,7 +1,7 @@
 """An in-process vLLM engine on a thread of its own; usable without any actor.
 
 Everything that touches the engine runs on that thread, between two engine steps: new requests,
-aborts, weight swaps. So a swap needs no lock, and a step is never interrupted.
+aborts, weight swaps, sleep. So a swap needs no lock, and a step is never interrupted.
 """
 
 import asyncio
@@ -9,10 +9,10 @@ import contextlib
 import itertools
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torchtitan_rl.config.generator import EngineConfig
 from torchtitan_rl.config.sampling import SamplingConfig
@@ -25,6 +25,10 @@ from torchtitan_rl.models.hf import tensor_shapes
 from torchtitan_rl.weight_sync.handle import WeightHandle
 from torchtitan_rl.weight_sync.reading import check_model
 
+FETCH_SECONDS = 0.02
+"""How often the ranks are asked whether they have received weights: processes of their own cannot
+tell by themselves."""
+
 
 class PromptError(TorchtitanRLError, ValueError):
     """A prompt the engine cannot take; the message names it and says why."""
@@ -32,6 +36,10 @@ class PromptError(TorchtitanRLError, ValueError):
 
 class EngineDiedError(ActorBrokenError):
     """The engine failed in a step; every request in flight failed with it."""
+
+
+class EngineAsleepError(TorchtitanRLError, RuntimeError):
+    """The engine has given its memory back, and cannot sample until it is woken."""
 
 
 @dataclass(slots=True)
@@ -86,6 +94,8 @@ class Engine:
         self._dead: BaseException | None = None
         self._routing: RoutingSource | None = None
         self.policy_version = 0
+        self.state: Literal["awake", "asleep"] = "awake"
+        """Asleep, it has neither weights nor KV cache."""
         self._open = asyncio.Event()
         self._open.set()
         self._in_flight: set[asyncio.Future] = set()
@@ -134,6 +144,8 @@ class Engine:
     async def pull_weights(self, handle: WeightHandle) -> None:
         """Swap in published weights between two steps. Requests in flight go on with them, or are
         finished before, if `EngineConfig.drain` says so."""
+        if handle.transport == "collective":
+            await self._fetch(handle)
         if not self._config.drain:
             await self._between_steps(lambda: self._swap(handle))
             return
@@ -144,6 +156,22 @@ class Engine:
             await self._between_steps(lambda: self._swap(handle))
         finally:
             self._open.set()
+
+    async def sleep(self) -> int:
+        """Give back the memory of weights and KV cache; returns how many bytes that were. Calls
+        that are under way, and those that come before `wake`, get EngineAsleepError."""
+        return await self._between_steps(self._sleep)
+
+    async def wake(self, handle: WeightHandle) -> None:
+        """Have weights again, those of the handle, and a KV cache. If they cannot be read, the
+        engine sleeps on."""
+        await self._between_steps(lambda: self._wake(handle))
+
+    async def _fetch(self, handle: WeightHandle) -> None:
+        """Have the ranks receive weights while the engine makes steps."""
+        await self._between_steps(lambda: self._start_fetching(handle))
+        while not await self._between_steps(self._has_fetched):
+            await asyncio.sleep(FETCH_SECONDS)
 
     def close(self) -> None:
         """Stop the thread and vLLM; whoever still waits, or asks later, gets an error."""
@@ -204,12 +232,32 @@ class Engine:
                     return
                 command()
             try:
-                for output in self._engine.step():
-                    if output.finished:
-                        self._finish(output)
+                self._step()
             except BaseException as error:
                 # The thread lives on, only to tell everyone who calls: nobody waits forever.
                 self._die(error)
+
+    def _step(self) -> None:
+        for output in self._engine.step():
+            if output.finished:
+                self._finish(output)
+
+    def _finish_batches(self) -> None:
+        """Step until no batch is under way, and schedule none after them.
+
+        On a GPU vLLM 0.32 schedules a batch before it has read the one before. One that is under
+        way as weights are swapped would be thrown away, and fails an assertion if its routing is to
+        be returned. Its own `pause_scheduler` does not wait for it in the process it is called in.
+        """
+        from vllm.v1.core.sched.interface import PauseState
+
+        core = self._engine.engine_core.engine_core
+        core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        try:
+            while core.batch_queue:
+                self._step()
+        finally:
+            core.scheduler.set_pause_state(PauseState.UNPAUSED)
 
     def _add(
         self,
@@ -221,6 +269,7 @@ class Engine:
     ) -> None:
         from vllm.exceptions import VLLMValidationError
 
+        self._check_awake()
         try:
             together = zip(prompts, samplings, group_ids, first_samples, strict=True)
             for prompt_idx, (prompt, sampling, group_id, first) in enumerate(together):
@@ -322,33 +371,97 @@ class Engine:
             self._routing.drop(call.request_ids)
 
     def _cancel(self, names: frozenset[str]) -> None:
-        for call in {id(slot.call): slot.call for slot in self._slots.values()}.values():
+        for call in self._calls():
             if call.names & names:
                 self._abort(call)
                 if not call.future.done():
                     call.future.set_exception(RuntimeError("nobody waits for this any more"))
 
+    def _start_fetching(self, handle: WeightHandle) -> None:
+        check_model(handle, self._tensors, tied=self._tied)
+        self._engine.collective_rpc("start_fetching", args=(handle,))
+
+    def _has_fetched(self) -> bool:
+        return all(self._engine.collective_rpc("has_fetched"))
+
     def _swap(self, handle: WeightHandle) -> None:
-        # Nothing is touched yet: if this fails, the old weights stay.
+        self._check_awake()
+        self._stage(handle)
+        with self._dying("weights were swapped"):
+            self._finish_batches()
+            self._engine.collective_rpc("load_staged")
+            # Cached prefixes and the KV of running requests were computed with the old weights.
+            self._engine.reset_prefix_cache(reset_running_requests=True)
+        self.policy_version = handle.version
+        # vLLM 0.32: the scheduler, in this process, has every request that is not finished.
+        unfinished = self._engine.engine_core.engine_core.scheduler.requests
+        for slot in self._slots.values():
+            slot.versions.append((unfinished[slot.vllm_id].num_output_tokens, handle.version))
+
+    def _stage(self, handle: WeightHandle) -> None:
+        """Open and check weights; nothing is touched yet: if this fails, all stays as it is."""
         check_model(handle, self._tensors, tied=self._tied)
         try:
             self._engine.collective_rpc("stage_weights", args=(handle,))
         except BaseException:
             self._engine.collective_rpc("drop_staged")  # of ranks that did not fail
             raise
+
+    @contextlib.contextmanager
+    def _dying(self, when: str) -> Iterator[None]:
+        """End the engine if the block fails: the model may be half new and half old, and better no
+        answer than a wrong one."""
         try:
-            self._engine.collective_rpc("load_staged")
-            # Cached prefixes and the KV of running requests were computed with the old weights.
-            self._engine.reset_prefix_cache(reset_running_requests=True)
+            yield
         except BaseException as error:
-            # The model may be half new and half old: better no answer than a wrong one.
             self._die(error)
-            raise EngineDiedError(f"the engine died as weights were swapped: {error!r}") from error
+            raise EngineDiedError(f"the engine died as {when}: {error!r}") from error
+
+    def _sleep(self) -> int:
+        if self.state == "asleep":
+            return 0
+        if not self._config.can_sleep:  # on a GPU its memory is of the wrong allocator
+            raise ValueError("generator.engine.can_sleep is off: an engine that sleeps needs it")
+        for call in self._calls():
+            self._abort(call)
+            if not call.future.done():
+                call.future.set_exception(EngineAsleepError("the engine was put to sleep"))
+        with self._dying("it went to sleep"):
+            self._finish_batches()
+            held = sum(self._engine.collective_rpc("memory_in_use"))
+            self._engine.collective_rpc("forget_served")
+            # Level 2 keeps no copy of the weights: newer ones come before they are used again.
+            self._engine.sleep(level=2)
+            self.state = "asleep"
+            return held - sum(self._engine.collective_rpc("memory_in_use"))
+
+    def _wake(self, handle: WeightHandle) -> None:
+        if self.state == "awake":  # whoever woke it did not wait for the answer
+            self._swap(handle)
+            return
+        with self._dying("it woke up"):
+            self._engine.wake_up(["weights"])
+        try:
+            self._stage(handle)
+        except BaseException:
+            self._engine.sleep(level=2)
+            raise
+        with self._dying("it woke up"):
+            self._engine.collective_rpc("load_staged")
+            # The cache last: loading needs memory beside the weights.
+            self._engine.wake_up(["kv_cache"])
         self.policy_version = handle.version
-        # vLLM 0.32: the scheduler, in this process, has every request that is not finished.
-        unfinished = self._engine.engine_core.engine_core.scheduler.requests
-        for slot in self._slots.values():
-            slot.versions.append((unfinished[slot.vllm_id].num_output_tokens, handle.version))
+        self.state = "awake"
+
+    def _check_awake(self) -> None:
+        if self.state == "asleep":
+            raise EngineAsleepError(
+                "the engine is asleep: it has no weights; `wake` it with those of a handle"
+            )
+
+    def _calls(self) -> list[_Call]:
+        """All calls that have a request in flight."""
+        return list({id(slot.call): slot.call for slot in self._slots.values()}.values())
 
     def _die(self, cause: BaseException) -> None:
         """Fail whoever waits, and everyone who asks from now on."""

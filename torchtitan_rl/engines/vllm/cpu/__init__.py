@@ -7,39 +7,24 @@ applied, and vLLM works as it comes. `TORCHTITAN_RL_WITHOUT` switches single one
 
 import logging
 from functools import cache
-from importlib import import_module
-from typing import Any
 
-from torchtitan_rl.config.generator import EngineConfig
 from torchtitan_rl.platform import device_type
 from torchtitan_rl.platform.switches import enabled
 
 WRITTEN_FOR = "0.32.0"
 """The version of vLLM whose insides the patches know."""
-CLASS_PATCHES = ("norms", "no_ranks")
-"""Modules here whose `apply` changes classes of vLLM, in this order. The others:
-`copied_blocks` (an engine argument) and `direct_load` (new weights).
-"""
 
 _log = logging.getLogger(__name__)
 
 
 @cache
 def apply() -> None:
-    """Change vLLM's classes in this process, once; before vLLM builds a model."""
-    for name in CLASS_PATCHES:
-        if is_active(name):
-            import_module(f"{__name__}.{name}").apply()
+    """Change vLLM's classes in this process, once; before vLLM builds a model. `direct_load`, which
+    changes none, is asked for by the worker."""
+    if is_active("norms"):
+        from torchtitan_rl.engines.vllm.cpu import norms
 
-
-def engine_options(config: EngineConfig) -> dict[str, Any]:
-    """Arguments that vLLM's engine gets for its patches."""
-    # Routing is recorded of tokens that are computed: of copied ones there is none.
-    if config.return_routed_experts or not is_active("copied_blocks"):
-        return {}
-    from torchtitan_rl.engines.vllm.cpu.copied_blocks import copy_blocks
-
-    return {"kv_transfer_config": copy_blocks()}
+        norms.apply()
 
 
 def is_active(name: str) -> bool:

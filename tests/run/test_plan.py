@@ -1,0 +1,225 @@
+"""Plans: predicted against a real step, what is refused, and advice that makes a run fit."""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.flop_counter import FlopCounterMode
+
+from torchtitan_rl.cli.plan import main
+from torchtitan_rl.cli.train import read_overrides
+from torchtitan_rl.config import Parallelism, RunConfig
+from torchtitan_rl.models.makers.tiny import write_tiny_model
+from torchtitan_rl.models.rank import ModelRank
+from torchtitan_rl.models.shapes import SHAPES
+from torchtitan_rl.models.trace import EXTRA_FORMULAS
+from torchtitan_rl.recipes import registry
+from torchtitan_rl.run.machine import GPUS, Gpu, Machine, MachineError, parse_machine
+from torchtitan_rl.run.plan import GIB, Plan, PlanError, make_plan
+from torchtitan_rl.run.traced import (
+    Lengths,
+    TracedTrainer,
+    full_row,
+    repeated,
+    trace_trainer,
+)
+
+LENGTHS = Lengths(prompt=30, completion=20)
+
+
+def recipe(name: str) -> RunConfig:
+    return registry.build_recipe(name, registry.built_in_recipes())
+
+
+@contextmanager
+def real_trainer(config: RunConfig, folder: str, store: Path) -> Iterator[TracedTrainer]:
+    """A trainer of one rank in this process, with real memory and random weights."""
+
+    def join() -> torch.device:
+        dist.init_process_group("gloo", store=dist.FileStore(str(store), 1), rank=0, world_size=1)
+        return torch.device("cpu")
+
+    trainer = TracedTrainer.of(config, folder)
+    try:
+        trainer.build(ModelRank(folder, Parallelism(), dtype="float32", seed=0, join=join))
+        yield trainer
+    finally:
+        dist.destroy_process_group()
+        torch.autograd.set_multithreading_enabled(True)
+
+
+def measured_peak(profile: torch.profiler.profile, *, after: int) -> int:
+    """The most bytes that torch's allocator has given out after a time in nanoseconds."""
+    held = most = 0
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        if event.start_ns() >= after:
+            most = max(most, held)
+    return most
+
+
+@pytest.mark.parametrize("experts", [0, 8])
+def test_a_plan_is_what_a_real_step_takes(tmp_path, experts):
+    """Memory within 10 % of torch's own profile, operations within 5 % of torch's own count."""
+    folder = str(write_tiny_model(tmp_path / "tiny", seed=0, weights=False, experts=experts))
+    config = replace(recipe("grpo_sum_digits_tiny"), prompts_per_step=16)
+    predicted = trace_trainer(config, folder, LENGTHS, device="cpu")
+    row = full_row(config, folder, LENGTHS)
+    assert predicted.microbatches == 4
+    assert row.tokens == config.trainer.tokens_per_microbatch
+    cpu = torch.profiler.ProfilerActivity.CPU
+    profile = torch.profiler.profile(activities=[cpu], profile_memory=True)
+    profile.start()
+    with real_trainer(config, folder, tmp_path / "store") as trainer:
+        trainer.update(repeated(row, 1, 1))
+        started = time.time_ns()
+        trainer.update(repeated(row, 2, 1))
+        profile.stop()
+        peak = sum(predicted.peak.values())
+        assert peak == pytest.approx(measured_peak(profile, after=started), rel=0.1)
+        counter = FlopCounterMode(display=False, custom_mapping=EXTRA_FORMULAS)
+        with counter:
+            trainer.update(repeated(row, 2, 1))
+    whole = counter.get_total_flops() / 2 * predicted.tokens / row.tokens
+    assert predicted.flops == pytest.approx(whole, rel=0.05)
+    assert 0 < predicted.attention_flops < predicted.flops
+
+
+SMALL = SHAPES["Qwen3-0.6B"] | {"num_hidden_layers": 4, "vocab_size": 1024}
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> str:
+    file = tmp_path_factory.mktemp("small") / "config.json"
+    file.write_text(json.dumps(SMALL))
+    return str(file)
+
+
+def plan_of(config: RunConfig, file: str, gib: float = 80.0, count: int = 8, **more) -> Plan:
+    gpu = replace(GPUS["H100"], memory_gib=gib)
+    return make_plan(config, Machine("Mine", count, count, gpu), hf_config=file, **more)
+
+
+def test_a_plan_has_all_kinds_of_memory_and_what_bounds_a_step(small):
+    config = recipe("grpo_sum_digits_qwen3_1_7b")
+    plan = plan_of(config, small)
+    trainer, generator = plan.memory
+    assert plan.fits
+    assert (plan.gpus_needed, trainer.processes, generator.processes) == (4, 2, 2)
+    weights = 4 * plan.parameters / 2
+    assert trainer.bytes["weights"] == pytest.approx(weights, rel=0.01)
+    assert trainer.bytes["optimizer"] == pytest.approx(2 * weights, rel=0.01)
+    assert {"gathered", "tables", "activations", "gradients"} <= trainer.bytes.keys()
+    assert generator.bytes["weights"] == pytest.approx(2 * plan.parameters / 2, rel=0.01)
+    # Four layers of keys and values, 4 of 8 heads, 128 numbers of 2 bytes.
+    assert plan.kv_tokens == int(24 * GIB / (4 * 2 * 4 * 128 * 2))
+    assert plan.kv_sequences == plan.kv_tokens // 1024
+    # Both snapshots of all ranks, in bfloat16.
+    assert plan.snapshot_bytes == pytest.approx(2 * 2 * plan.parameters, rel=0.01)
+    by_name = {sync.transport: sync for sync in plan.syncs}
+    assert by_name["shm"].written == 2 * plan.parameters
+    assert by_name["shm"].read == 2 * 2 * plan.parameters
+    assert by_name["collective"].read == 2 * plan.parameters
+    for stage in plan.stages:
+        assert stage.bound in ("compute", "memory", "wire")
+        assert stage.seconds >= stage.compute_seconds > 0
+    assert any("4 of 8 GPUs have nothing to do" in note for note in plan.notes)
+    assert json.loads(json.dumps(plan.to_dict()))["fits"] is True
+
+
+LITTLE = (
+    *("--generator.engine.kv_cache_gib", "0.1"),
+    *("--generator.engine.max_num_batched_tokens", "1024"),
+)
+"""Changes that leave the trainer to be what takes most."""
+
+
+@pytest.mark.parametrize(
+    ("changes", "actor", "kind", "setting"),
+    [
+        (
+            (*LITTLE, "--trainer.activation_checkpoint", "none"),
+            *("trainer", "activations", "trainer.activation_checkpoint"),
+        ),
+        (
+            (*LITTLE, "--trainer.activation_checkpoint", "full"),
+            *("trainer", "activations", "trainer.tokens_per_microbatch"),
+        ),
+        ((), "generator", "KV cache", "generator.engine.kv_cache_gib"),
+    ],
+)
+def test_what_a_plan_says_to_change_makes_it_fit(small, changes, actor, kind, setting):
+    config = read_overrides(recipe("grpo_sum_digits_qwen3_1_7b"), changes, prog="plan")
+    plan = plan_of(config, small)
+    [memory] = [memory for memory in plan.memory if memory.actor == actor]
+    gib = (memory.total - 0.1 * memory.bytes[kind]) / GIB  # a little less than it takes
+    plan = plan_of(config, small, gib)
+    [wrong] = [memory for memory in plan.memory if not memory.fits]
+    assert (wrong.actor, wrong.fix.split()[0]) == (actor, f"--{setting}")
+    config = read_overrides(config, wrong.fix.split(), prog="plan")
+    assert plan_of(config, small, gib).fits
+
+
+def test_machines_by_name():
+    machine = parse_machine("64xh100")
+    assert (machine.name, machine.count, machine.per_node) == ("H100", 64, 8)
+    assert machine.spans_nodes((0, 8))
+    assert not machine.spans_nodes(tuple(range(8)))
+    assert parse_machine("16xA100", nodes=4).per_node == 4
+    assert parse_machine("Mine", memory_gib=10, tflops=5).gpu == Gpu(10, 5, 1000, 25, 25)
+    assert parse_machine("H100", memory_gib=40).gpu.memory_gib == 40
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: parse_machine("8xH10"), "did you mean 'H100'"),
+        (lambda: parse_machine("8xH100", nodes=3), "cannot be on 3 hosts alike"),
+        (
+            lambda: make_plan(
+                replace(recipe("grpo_sum_digits_qwen3_14b"), model="models/Nemo"),
+                parse_machine("H100"),
+            ),
+            "no model whose shape is known",
+        ),
+        (
+            lambda: make_plan(
+                recipe("grpo_sum_digits_qwen3_14b"), parse_machine("H100"), prompt_tokens=1000
+            ),
+            "more than generator.engine.max_model_len",
+        ),
+        (
+            lambda: make_plan(
+                recipe("grpo_sum_digits_qwen3_14b"), parse_machine("H100"), hf_config="nowhere"
+            ),
+            "there is no such file",
+        ),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(call, message):
+    with pytest.raises((MachineError, PlanError), match=message):
+        call()
+
+
+def test_the_command_prints_tables_and_json(capsys, monkeypatch, small):
+    monkeypatch.setenv("TORCHTITAN_RL_PLATFORM", "cpu")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    arguments = ["--config", "grpo_sum_digits_qwen3_0_6b", "--hf_config", small]
+    arguments += ["--gpus", "2xH100", "--prompts_per_step", "4"]
+    assert main(arguments) == 0
+    said = capsys.readouterr().out
+    for word in ("KV cache", "trainer x1", "generator x1", "TFLOP", "rdma", "fits"):
+        assert word in said
+    assert main([*arguments, "--json", "--gpu_memory_gib", "1"]) == 1
+    plan = json.loads(capsys.readouterr().out)
+    assert not plan["fits"]
+    assert plan["stages"][1]["bound"] in ("compute", "memory", "wire")
+    assert main(["--config", "grpo_sum_digits_tiny", "--gpus", "8xH1"]) == 2
+    assert "did you mean" in capsys.readouterr().err

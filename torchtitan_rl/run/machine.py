@@ -1,0 +1,131 @@
+"""Machines that a run can be planned for: common GPUs by name, and this one."""
+
+import re
+from dataclasses import dataclass, replace
+
+from torchtitan_rl.core.errors import TorchtitanRLError
+from torchtitan_rl.core.plugins import nearest
+
+
+class MachineError(TorchtitanRLError, ValueError):
+    """A machine that is not known; the message says which are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU and its connections, as its vendor states them."""
+
+    memory_gib: float
+    tflops: float
+    """Dense bfloat16, 10¹² operations a second."""
+    memory_gbs: float
+    """10⁹ bytes a second from and to its own memory."""
+    link_gbs: float
+    """10⁹ bytes a second to other GPUs of its host, in each direction: NVLink, or PCIe."""
+    pcie_gbs: float
+    """10⁹ bytes a second to the memory of its host."""
+    network_gbs: float = 50.0
+    """10⁹ bytes a second to other hosts, for each GPU: a 400 Gb/s card for each."""
+
+
+GPUS = {
+    "A100": Gpu(80.0, 312, 2039, 300, 25, 25),
+    "A100-40GB": Gpu(40.0, 312, 1555, 300, 25, 25),
+    "A10G": Gpu(22.5, 70, 600, 25, 25, 12.5),
+    "L4": Gpu(22.5, 121, 300, 25, 25, 12.5),
+    "L40S": Gpu(45.0, 362, 864, 25, 25, 25),
+    "H100": Gpu(79.6, 989, 3350, 450, 50),
+    "H100-PCIE": Gpu(79.6, 756, 2000, 50, 50),
+    "H200": Gpu(140.4, 989, 4800, 450, 50),
+    "B200": Gpu(179.0, 2250, 7700, 900, 50),
+    "GB200": Gpu(185.0, 2500, 8000, 900, 200),
+    "RTX4090": Gpu(24.0, 165, 1008, 25, 25, 12.5),
+    "RTX5090": Gpu(31.8, 209, 1792, 50, 50, 12.5),
+}
+"""GPUs by name; A100 is the one of 80 GB. Memory is what the driver reports."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a run is planned for."""
+
+    name: str
+    count: int
+    """GPUs in all; 0: the run is planned for the CPU and memory of this machine."""
+    per_node: int
+    """GPUs of each host."""
+    gpu: Gpu
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.count == 0
+
+    def spans_nodes(self, ranks: tuple[int, ...], *, first: int = 0) -> bool:
+        """Whether a process group is on several hosts; `first` is the GPU of its rank 0."""
+        return len({(first + rank) // self.per_node for rank in ranks}) > 1
+
+
+def parse_machine(
+    given: str, *, nodes: int = 0, memory_gib: float = 0.0, tflops: float = 0.0
+) -> Machine:
+    """A machine by its GPUs, on hosts of 8 unless `nodes` says how many hosts there are. Sizes that
+    are given take the place of those known, and are needed for a GPU of another name.
+
+    Example:
+        >>> machine = parse_machine("64xH100")
+        >>> machine.count, machine.per_node, machine.gpu.memory_gib
+        (64, 8, 79.6)
+    """
+    matched = re.fullmatch(r"(?:(\d+)x)?(.+)", given.strip(), re.IGNORECASE)
+    number, name = (matched[1], matched[2]) if matched else (None, given)
+    count = int(number or 1)
+    known = {key.upper(): key for key in GPUS}
+    key = known.get(re.sub(r"[-_ ]?(SXM\d?|NVIDIA|80GB)[-_ ]?", "", name.upper()), "")
+    gpu = GPUS.get(key)
+    if gpu is None and not (memory_gib and tflops):
+        raise MachineError(
+            f"--gpus {given}: {nearest(name, GPUS)}; for another GPU give --gpu_memory_gib and "
+            "--gpu_tflops as well, e.g. --gpus 8xMine --gpu_memory_gib 64 --gpu_tflops 400"
+        )
+    gpu = gpu or Gpu(memory_gib, tflops, 1000, 25, 25)
+    gpu = replace(gpu, memory_gib=memory_gib or gpu.memory_gib, tflops=tflops or gpu.tflops)
+    if count < 1 or (nodes and count % nodes):
+        raise MachineError(f"--gpus {given}: {count} GPUs cannot be on {nodes} hosts alike")
+    return Machine(key or name, count, count // nodes if nodes else min(count, 8), gpu)
+
+
+def this_machine() -> Machine:
+    """The CPU and memory of this machine; how fast they are is measured in half a second."""
+    import psutil
+
+    return Machine(
+        name="this machine's CPU",
+        count=0,
+        per_node=1,
+        gpu=Gpu(psutil.virtual_memory().total / 2**30, _matmul_tflops(), _copy_gbs(), 5, 5, 1),
+    )
+
+
+def _matmul_tflops(size: int = 1024) -> float:
+    import time
+
+    import torch
+
+    a = torch.ones(size, size)
+    torch.mm(a, a)
+    started = time.perf_counter()
+    for _ in range(4):
+        torch.mm(a, a)
+    return 4 * 2 * size**3 / (time.perf_counter() - started) / 1e12
+
+
+def _copy_gbs(nbytes: int = 2**27) -> float:
+    import time
+
+    import torch
+
+    a, b = (torch.ones(nbytes // 4) for _ in range(2))
+    b.copy_(a)
+    started = time.perf_counter()
+    b.copy_(a)
+    return 2 * nbytes / (time.perf_counter() - started) / 1e9
