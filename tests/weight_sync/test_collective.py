@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.weight_sync.test_faults import ROOT, start, wait_until
-from torchtitan_rl.weight_sync import pair, receiving, same_gpu
+from torchtitan_rl.weight_sync import pair, receiving
 from torchtitan_rl.weight_sync.boxes import Box, Piece, cut, lay_out, place, slot_tensor
 from torchtitan_rl.weight_sync.collective import CollectiveBuffer, Offer, Server
 from torchtitan_rl.weight_sync.control import Control
@@ -218,30 +218,6 @@ def test_readers_on_one_host_are_sent_one_copy(publisher):
             reader.communicate()
 
 
-def test_what_lies_on_the_same_gpu_is_not_sent(monkeypatch):
-    """The memory itself, by another name, in place of CUDA's handle of it."""
-    shared = {}
-
-    def share(memory):
-        shared[len(shared)] = memory
-        return len(shared) - 1
-
-    monkeypatch.setattr(same_gpu, "gpu_of", lambda device: "GPU-7")
-    monkeypatch.setattr(same_gpu, "share", share)
-    monkeypatch.setattr(same_gpu, "borrow", lambda key, device: shared[key])
-    publisher = make_publisher("collective")
-    handle = publish(publisher, 1)
-    with open_snapshot(handle) as snapshot:
-        assert snapshot.received == 0
-        tensor = dict(snapshot.tensors())["w"]
-        assert tensor.untyped_storage().data_ptr() == shared[0].untyped_storage().data_ptr()
-        for version in (2, 3, 4):  # what is borrowed is not overwritten
-            publish(publisher, version)
-        assert torch.equal(tensor, torch.full((1000, 8), 1.0))
-    assert_holds(publish(publisher, 5))
-    publisher.close()
-
-
 # ---- what goes wrong -----------------------------------------------------------------------------
 
 DYING_READER = """
@@ -367,7 +343,7 @@ def test_a_broken_link_is_made_anew(publisher):
     [link] = [
         link
         for (_, port, _), link in receiving._links.items()
-        if port == publisher._newer.buffer._location.port
+        if port == publisher._newer.buffer._server.location.port
     ]
     server = publisher._newer.buffer._server
     for control in list(server._links):
@@ -381,7 +357,7 @@ def test_who_does_not_know_the_handle_gets_nothing(publisher):
     location = publish(publisher, 1).parts[0].location
     with socket.create_connection((location.address, location.port)) as connection:
         control = Control(connection)
-        control.say(token="guessed", borrows=True)
+        control.say(token="guessed")
         with pytest.raises(LinkError, match="has gone"):
             control.hear(20)
 

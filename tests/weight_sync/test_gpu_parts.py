@@ -9,9 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from torch.multiprocessing import reductions
 
-from torchtitan_rl.weight_sync import receiving, same_gpu
+from torchtitan_rl.weight_sync import receiving
 from torchtitan_rl.weight_sync.handle import WeightSyncError, whole_tensors
 from torchtitan_rl.weight_sync.pair import (
     READER,
@@ -113,27 +112,6 @@ def test_what_is_received_on_a_device_is_no_shared_memory(monkeypatch):
             assert torch.equal(dict(snapshot.tensors())["w"], tensor)
             assert snapshot.received == tensor.nbytes
     publisher.close()
-
-
-def test_memory_of_one_gpu_goes_by_its_handle(monkeypatch):
-    properties = SimpleNamespace(uuid="GPU-5")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    assert same_gpu.gpu_of(torch.device("cuda", 1)) == "GPU-5"
-    assert same_gpu.gpu_of(torch.device("cpu")) == ""
-    arguments = tuple(range(15))
-    monkeypatch.setattr(reductions, "reduce_tensor", lambda memory: (None, arguments))
-    monkeypatch.setattr(reductions, "rebuild_cuda_tensor", lambda *given: given)
-    shared = same_gpu.share(SimpleNamespace(is_cuda=True))
-    assert same_gpu.share(torch.ones(1)) is None
-    # The reader's own number for the GPU takes the place of the trainer's.
-    rebuilt = same_gpu.borrow(shared, torch.device("cuda", 3))
-    assert rebuilt == (*range(6), 3, *range(7, 15))
-
-
-def test_where_the_device_stands_among_the_arguments_is_known():
-    """torch's function: its arguments are not named in vLLM's call, nor in ours."""
-    names = reductions.rebuild_cuda_tensor.__code__.co_varnames
-    assert names[same_gpu._DEVICE_INDEX] == "storage_device"
 
 
 def test_a_reader_without_a_gpu_is_told_what_to_set():

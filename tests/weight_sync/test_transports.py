@@ -154,7 +154,6 @@ CPU, GPUS = Ends(hosts=ONE), Ends(hosts=ONE, device="cuda", trainer_ranks=4)
         ("auto", replace(GPUS, hosts=TWO), "rdma", "TCP"),
         ("auto", replace(GPUS, tensor_parallel=2), "collective", "receives its slice of them"),
         ("auto", replace(GPUS, shared_gpus=1), "shm", "would keep two snapshots"),
-        ("collective", replace(GPUS, shared_gpus=1), "collective", "by CUDA IPC where both ends"),
         ("shm", CPU, "shm", "one host"),
         ("shm", GPUS, "shm", "transport says so; collective goes from"),
         ("rdma", CPU, "rdma", "warning: weights go over TCP"),

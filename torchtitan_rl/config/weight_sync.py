@@ -10,10 +10,10 @@ class WeightSyncConfig:
 
     transport: Literal["auto", "shm", "rdma", "file", "collective"] = "auto"
     """How weights are sent. `shm`: shared memory, on one host. `collective`: process groups, on one
-    host: by NCCL between GPUs, by CUDA IPC within one GPU, by gloo between CPUs; each rank of a
-    generator receives its slice. `rdma`: memory that other hosts read, over TCP without an RDMA
-    card. `file`: safetensors files in `folder`. `auto`: on one host `collective` between GPUs,
-    and `shm` on CPUs or shared GPUs; else `rdma`."""
+    host: by NCCL between GPUs, by gloo between CPUs; each rank of a generator receives its slice.
+    `rdma`: memory that other hosts read, over TCP without an RDMA card. `file`: safetensors files
+    in `folder`. `auto`: on one host `collective` between GPUs, and `shm` on CPUs or shared GPUs;
+    else `rdma`."""
     folder: str = ""
     """Folder for `file` only, on a file system that all hosts share; empty: the run's own
     folder."""

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from torchtitan_rl.weight_sync import same_gpu
 from torchtitan_rl.weight_sync.boxes import Box, Piece, common, cut, lay_out, slot_box, slot_tensor
 from torchtitan_rl.weight_sync.control import Control
 from torchtitan_rl.weight_sync.copying import checksum
@@ -50,10 +49,6 @@ class CollectiveLocation:
     token: str
     """Known to who has a handle, and to nobody else."""
     device: str
-    gpu: str = ""
-    """The GPU of the buffer."""
-    shared: Any = None
-    """Opens the buffer in another process on the same GPU."""
 
 
 @dataclass(slots=True, eq=False)
@@ -153,16 +148,11 @@ class Server:
         atexit.register(self.close)
         self._start(self._accept)
 
-    def location(self, data: torch.Tensor) -> CollectiveLocation:
-        """Where readers find a buffer that is to be offered."""
-        return CollectiveLocation(
-            self._address,
-            self._listener.getsockname()[1],
-            self._token,
-            self._device.type,
-            same_gpu.gpu_of(self._device),
-            same_gpu.share(data),
-        )
+    @property
+    def location(self) -> CollectiveLocation:
+        """Where readers find what is offered."""
+        port = self._listener.getsockname()[1]
+        return CollectiveLocation(self._address, port, self._token, self._device.type)
 
     def offer(self, offer: Offer) -> None:
         """Let readers have a publication."""
@@ -228,15 +218,9 @@ class Server:
         hello = control.hear(self._seconds)
         if not secrets.compare_digest(hello.get("token", ""), self._token):
             return
-        pair: Pair | None = None
-        if hello["borrows"]:
-            control.say()
-        else:
-            store = listening_store(self._address, self._seconds)
-            control.say(port=store.port)
-            pair = join(
-                store, TRAINER, self._device.type, address=self._address, seconds=self._seconds
-            )
+        store = listening_store(self._address, self._seconds)
+        control.say(port=store.port)
+        pair = join(store, TRAINER, self._device.type, address=self._address, seconds=self._seconds)
         try:
             side = SideStream(self._device)
             while True:
@@ -244,21 +228,16 @@ class Server:
                 with side.after(side.mark()):
                     self._answer(control, pair, ask)
         finally:
-            if pair is not None:
-                pair.close()
+            pair.close()
 
-    def _answer(self, control: Control, pair: Pair | None, ask: dict[str, Any]) -> None:
+    def _answer(self, control: Control, pair: Pair, ask: dict[str, Any]) -> None:
         try:
             offer = self._take(ask["number"], ask["version"])
         except StaleHandleError as error:
             control.say(stale=str(error))
             return
         try:
-            if pair is None:
-                control.say()
-                control.hear()  # it reads our memory until it says more, or has gone
-            else:
-                self._send(control, pair, offer, ask)
+            self._send(control, pair, offer, ask)
         except WrongWeightsError as error:
             control.say(wrong=str(error))
         finally:
@@ -323,7 +302,7 @@ class CollectiveBuffer:
 
     def __init__(self, nbytes: int, server: Server, device: torch.device) -> None:
         self.data = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self._server, self._location = server, server.location(self.data)
+        self._server = server
         self._offer: Offer | None = None
 
     def reopen(self) -> bool:
@@ -332,7 +311,7 @@ class CollectiveBuffer:
     def seal(self, number: int, version: int, slots: Sequence[Slot]) -> CollectiveLocation:
         self._offer = Offer(self.data, number, version, slots)
         self._server.offer(self._offer)
-        return self._location
+        return self._server.location
 
     def close(self) -> None:
         # Readers go on: they have what they asked for, or the thread that sends it has the memory.

@@ -1,12 +1,10 @@
 """Weight sync by process groups, the reader's end.
 
 What is received lies in memory of its own until it is loaded. On a CPU that is shared memory: other
-readers on this host that want the same take it from there, and nothing is sent twice. On the
-trainer's own GPU nothing is sent at all.
+readers on this host that want the same take it from there, and nothing is sent twice.
 """
 
 import atexit
-import contextlib
 import os
 import socket
 import threading
@@ -14,17 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from torchtitan_rl.weight_sync import same_gpu
 from torchtitan_rl.weight_sync.boxes import (
     Box,
     Message,
     Piece,
     common,
-    cut,
     lay_out,
     place,
     slot_box,
@@ -151,23 +146,6 @@ class _OnDevice(Held):
         self._tensors.clear()
 
 
-class _Borrowed(Held):
-    """Pieces where they lie in the trainer's buffer, on the same GPU."""
-
-    def __init__(self, link: "Link", part: Part, pieces: Sequence[Piece], device: Any) -> None:
-        self._link = link
-        data = same_gpu.borrow(part.location.shared, device)
-        slots = [(part.slots[piece.slot], piece.box) for piece in pieces]
-        self._tensors = [cut(slot_tensor(data, slot), slot_box(slot), box) for slot, box in slots]
-
-    def tensor_of(self, number: int) -> torch.Tensor:
-        return self._tensors[number]
-
-    def close(self) -> None:
-        self._tensors.clear()
-        self._link.give_back()
-
-
 # ---- links ---------------------------------------------------------------------------------------
 
 
@@ -186,7 +164,6 @@ class Link:
         self, location: CollectiveLocation, device: torch.device | None, seconds: float
     ) -> None:
         self._device, self._seconds = _near(location.device, device), seconds
-        self.borrows = bool(location.gpu) and location.gpu == same_gpu.gpu_of(self._device)
         self._side = SideStream(self._device)
         self.turn = threading.Lock()
         self._kept: list[ShmBuffer] = []
@@ -197,20 +174,19 @@ class Link:
             raise LinkError(f"cannot reach the trainer: {error}") from error
         self._control = Control(connection)
         try:
-            self._control.say(token=location.token, borrows=self.borrows)
+            self._control.say(token=location.token)
             heard = self._control.hear(seconds)
-            if not self.borrows:
-                store = connected_store(location.address, heard["port"], seconds)
-                self._pair = join(
-                    store, READER, location.device, address=location.address, seconds=seconds
-                )
+            store = connected_store(location.address, heard["port"], seconds)
+            self._pair = join(
+                store, READER, location.device, address=location.address, seconds=seconds
+            )
         except BaseException:
             self.close()
             raise
 
     def fetch(self, part: Part, version: int, pieces: Sequence[Piece], *, alone: bool) -> Held:
         """The pieces of a part. `alone`: not from another reader's memory."""
-        host = "" if alone or self.borrows or self._device.type != "cpu" else this_host()
+        host = "" if alone or self._device.type != "cpu" else this_host()
         partial = {piece.slot for piece in pieces if piece.box != slot_box(part.slots[piece.slot])}
         messages = lay_out(part.slots, pieces)
         self._control.say(
@@ -227,12 +203,6 @@ class Link:
             raise StaleHandleError(heard["stale"])
         if "wrong" in heard:
             raise WrongWeightsError(heard["wrong"])
-        if self.borrows:
-            try:
-                return _Borrowed(self, part, pieces, self._device)
-            except BaseException:
-                self.close()  # the trainer's rank would wait for its buffer
-                raise
         starts, nbytes = place(messages)
         slots = _slots_of(part, pieces, messages, starts)
         here = replace(part, slots=slots, changed=(part.number,) * len(slots), checksums=())
@@ -282,12 +252,6 @@ class Link:
     def is_closed(self) -> bool:
         """Whether the trainer's rank has gone."""
         return self._control.is_closed
-
-    def give_back(self) -> None:
-        """Let the trainer have its buffer again."""
-        with contextlib.suppress(LinkError):
-            self._control.say()
-        self.turn.release()
 
     def close(self) -> None:
         """Drop the group; whoever has received something keeps it."""
@@ -382,15 +346,8 @@ def _receive(
 
 
 def _fetch(link: Link, part: Part, version: int, pieces: Sequence[Piece], *, alone: bool) -> Held:
-    link.turn.acquire()
-    try:
-        held = link.fetch(part, version, pieces, alone=alone)
-    except BaseException:
-        link.turn.release()
-        raise
-    if not link.borrows:  # what is borrowed ends the turn when it is given back
-        link.turn.release()
-    return held
+    with link.turn:
+        return link.fetch(part, version, pieces, alone=alone)
 
 
 def _link_to(location: CollectiveLocation, device: torch.device | None) -> Link:

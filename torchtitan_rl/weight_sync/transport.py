@@ -111,8 +111,6 @@ def _collective_way(ends: Ends) -> str:
     sent += "s" if ends.trainer_ranks > 1 else ""
     if ends.device == "cpu":
         return f"through process groups, by gloo: {sent}"
-    if ends.shared_gpus:
-        return f"from GPU to GPU: by CUDA IPC where both ends share one, else by NCCL; {sent}"
     return f"from GPU to GPU, by NCCL: {sent}"
 
 
