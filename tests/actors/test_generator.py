@@ -4,7 +4,6 @@ import math
 import os
 from pathlib import Path
 
-import psutil
 import pytest
 from monarch.actor import ActorError
 
@@ -12,33 +11,38 @@ from tests.support import small_engine
 from torchtitan_rl.actors.generator import VLLMGenerator
 from torchtitan_rl.config import SamplingConfig
 from torchtitan_rl.core.seeds import sample_seed
+from torchtitan_rl.supervision.processes import started_by
 from torchtitan_rl.supervision.spawn import spawn_generator
 
 PROMPT = list(range(40))  # longer than a KV block, so that its prefix is cached
 
 
 @pytest.fixture(scope="module")
-async def generator(tiny_model):
+async def spawned(tiny_model):
     config = VLLMGenerator.Config(
         sampling=SamplingConfig(n=3, max_tokens=8), engine=small_engine(), threads=1
     )
     spawned = await spawn_generator(config, model=str(tiny_model), seed=5)
-    yield spawned.actor
+    yield spawned
     await spawned.stop()
 
 
-async def test_a_killed_generator_leaves_no_lock_behind(generator):
-    """A lock that has a name in /dev/shm while it is used would stay there."""
-    await generator.generate.call_one([PROMPT])
-    family = psutil.Process().children(recursive=True)
-    workers = [process for process in family if "torchtitan-rl vllm" in " ".join(process.cmdline())]
-    assert workers
+@pytest.fixture(scope="module")
+def generator(spawned):
+    return spawned.actor
+
+
+async def test_locks_of_the_engine_have_no_name_while_they_are_used(spawned):
+    """One with a name in /dev/shm would stay there if its process is killed."""
+    await spawned.actor.generate.call_one([PROMPT])
+    family = [*spawned.processes, *started_by(spawned.processes)]
     lines = [
         line.split()
-        for worker in workers
-        for line in Path(f"/proc/{worker.pid}/maps").read_text().splitlines()
+        for process in family
+        for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines()
         if "/dev/shm/" in line
     ]
+    assert lines
     # By their inodes: a lock is made under another name than it has.
     assert {int(line[4]) for line in lines}.isdisjoint(
         file.inode() for file in os.scandir("/dev/shm")

@@ -11,6 +11,7 @@ import re
 import signal
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -475,6 +476,7 @@ async def test_a_trainer_that_slept_computes_and_publishes_as_before(trainers):
             part.checksums for part in published.parts
         ]
         assert again.changed_bytes == 0
+    assert not Path("weights").exists()  # nobody asked for a folder here
 
 
 async def test_metrics_of_two_ranks_merge_to_those_of_one(trainer, two_ranks):

@@ -1,8 +1,11 @@
 """Processes that do not start in time: tried once more, then named."""
 
+import asyncio
 import fcntl
 import os
+import platform
 import pty
+import re
 import subprocess
 import sys
 import termios
@@ -12,10 +15,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
+import pytest
+from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 
 from torchtitan_rl.actors.grader import Grader
 from torchtitan_rl.platform.worker_main import PARENT_VARIABLE
-from torchtitan_rl.supervision import processes
+from torchtitan_rl.supervision import exits, processes
+from torchtitan_rl.supervision.calls import ProcessEndedError
+from torchtitan_rl.supervision.exits import Exit
 from torchtitan_rl.supervision.spawn import spawn_grader
 from torchtitan_rl.tasks.sum_digits import SumDigits
 
@@ -121,6 +128,51 @@ def wait_until(done: Callable[[], bool]) -> None:
     while not done():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("command", "how"),
+    [("exit 3", "exited with code 3"), ("kill -9 $$", "was killed by signal 9 (SIGKILL)")],
+)
+def test_how_a_process_ended_is_known_also_if_it_was_collected_first(monkeypatch, command, how):
+    real = exits.os.waitid
+    for collected in (False, True):
+        process = subprocess.Popen(["sh", "-c", f"read line; {command}"], stdin=subprocess.PIPE)
+
+        def waitid(*arguments, collected=collected, process=process):
+            if collected:
+                process.wait()
+            return real(*arguments)
+
+        monkeypatch.setattr(exits.os, "waitid", waitid)
+        exit = Exit(process.pid)
+        process.stdin.close()
+        linux = [int(number) for number in re.findall(r"\d+", platform.release())[:2]]
+        if collected and linux < [6, 15]:  # nobody tells it
+            assert exit.how == ""
+        else:
+            wait_until(lambda exit=exit: exit.how == how)
+        process.wait()
+
+
+async def test_if_nobody_has_seen_how_a_process_ended_monarch_is_asked(monkeypatch):
+    monkeypatch.setattr(processes, "LAST_REPLY_SECONDS", 0.01)
+    monkeypatch.setattr(processes, "WATCH_SECONDS", 0.01)
+    child = subprocess.Popen(["true"])
+    gone = psutil.Process(child.pid)
+    child.wait()
+
+    async def reply():
+        await asyncio.sleep(0.2)
+        raise SupervisionError("... the process this actor was running on failed: Killed(sig=9)")
+
+    spawned = processes.Spawned(None, None, [gone], name="trainer", log_file="logs/trainer.log")
+    with pytest.raises(ProcessEndedError) as error:
+        await spawned.watched(reply())
+    assert str(error.value) == (
+        "the trainer's process was killed by signal 9 (SIGKILL). Its log: logs/trainer.log. If "
+        "nobody killed it, the machine has run out of memory."
+    )
 
 
 END_ALL = """

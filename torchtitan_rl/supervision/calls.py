@@ -8,6 +8,7 @@ from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionErr
 
 from torchtitan_rl.core.errors import TorchtitanRLError
 from torchtitan_rl.core.waiting import Result, as_task, cancel
+from torchtitan_rl.supervision.exits import describe_exit
 
 
 class WorkerDiedError(TorchtitanRLError, RuntimeError):
@@ -49,7 +50,11 @@ def reported_end(error: SupervisionError) -> str:
     """How a process ended, as Monarch reports it: the rest of its report is for the logs.
 
     Example:
-        "exited with non-zero code 3", "failed: Killed(sig=9)"; if it is none of these, all it says
+        "exited with non-zero code 3", "was killed by signal 9 (SIGKILL)"; if it is none of these,
+        all it says
     """
     found = re.findall(r"process this actor was running on (.+)", str(error))
-    return found[-1].strip() if found else f"died: {error}"
+    if not found:
+        return f"died: {error}"
+    killed = re.search(r"Killed\(sig=(\d+)\)", found[-1])
+    return describe_exit(-int(killed[1])) if killed else found[-1].strip()

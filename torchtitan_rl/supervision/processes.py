@@ -30,7 +30,7 @@ from torchtitan_rl.observability.console import console
 from torchtitan_rl.platform.janitor import JANITOR, Janitor
 from torchtitan_rl.platform.titles import TITLE_VARIABLE, make_title
 from torchtitan_rl.platform.worker_main import LOG_VARIABLE, PARENT_VARIABLE
-from torchtitan_rl.supervision.calls import ProcessEndedError
+from torchtitan_rl.supervision.calls import ProcessEndedError, reported_end
 from torchtitan_rl.supervision.exits import Exit
 from torchtitan_rl.supervision.process_info import ProcessInfo
 
@@ -42,6 +42,8 @@ WATCH_SECONDS = 0.5
 """How often the processes are looked at while a call waits for their reply."""
 LAST_REPLY_SECONDS = 1.0
 """How long the reply of a process that has ended may still be under way."""
+REPORT_SECONDS = 12.0
+"""How long Monarch may take to report how a process ended; waited for if nothing else tells it."""
 REAP_SECONDS = 2.0
 """How long a killed process may take to give its memory back."""
 CLEANERS = (JANITOR, "multiprocessing.resource_tracker")
@@ -58,11 +60,11 @@ class Spawned:
     procs: Any
     processes: list[psutil.Process]
     host: str = ""
-    """Which machine they are on."""
+    """The machine that the processes are on."""
     temporary: Janitor | None = None
-    """Remover of their temporary files, if these have a folder of their own."""
+    """Remover of the processes' temporary files, if these have a folder of their own."""
     log_file: str = ""
-    """Where they print to."""
+    """The file that the processes print to."""
     name: str = "worker"
     """Name within a sentence: `trainer`, `generator 1`."""
     exits: list[Exit] = field(default_factory=list)
@@ -83,23 +85,26 @@ class Spawned:
         try:
             while not (await asyncio.wait({task}, timeout=WATCH_SECONDS))[0]:
                 if not self.alive:
-                    # Its last words may be under way.
                     await asyncio.wait({task}, timeout=LAST_REPLY_SECONDS)
+                    if not any(exit.how for exit in self.exits):
+                        await asyncio.wait({task}, timeout=REPORT_SECONDS)
                     break
             if task.done():
                 return task.result()
         except SupervisionError as error:
             if self.alive:
                 raise
-            raise ProcessEndedError(self.describe_end()) from error
+            await asyncio.sleep(WATCH_SECONDS)  # until the threads of `exits` have seen it, too
+            raise ProcessEndedError(self.describe_end(reported_end(error))) from error
         finally:
             await cancel(task)
-        raise ProcessEndedError(self.describe_end())
+        raise ProcessEndedError(self.describe_end("has ended"))
 
-    def describe_end(self) -> str:
-        """Which process has ended and how, and where its log is."""
+    def describe_end(self, reported: str) -> str:
+        """Which process has ended and how, and where its log is. `reported` is what is said if this
+        process itself has not seen how."""
         found = [(rank, exit.how) for rank, exit in enumerate(self.exits) if exit.how]
-        rank, how = found[0] if found else (0, "has ended")
+        rank, how = found[0] if found else (0, reported)
         which = f" of rank {rank}" if len(self.processes) > 1 and found else ""
         killed = "SIGKILL" in how
         why = " If nobody killed it, the machine has run out of memory." if killed else ""
@@ -265,7 +270,7 @@ def adopt_orphans() -> None:
 
 
 @functools.cache
-def _temporary_logs() -> Janitor:
+def _temporary() -> Janitor:
     folder = Path(tempfile.mkdtemp(prefix="torchtitan_rl-"))
     (folder / "logs").mkdir()  # as in a run's folder
     return Janitor(folder)
@@ -273,9 +278,14 @@ def _temporary_logs() -> Janitor:
 
 def _temporary_log(name: str) -> str:
     """A new file for what an actor prints; it is removed when this process ends."""
-    descriptor, path = tempfile.mkstemp(".log", f"{name}-", _temporary_logs().folder / "logs")
+    descriptor, path = tempfile.mkstemp(".log", f"{name}-", _temporary().folder / "logs")
     os.close(descriptor)
     return path
+
+
+def temporary_folder(name: str) -> str:
+    """A new folder for what an actor writes; it is removed when this process ends."""
+    return tempfile.mkdtemp(prefix=f"{name}-", dir=_temporary().folder)
 
 
 _monarch_runs = False

@@ -29,6 +29,7 @@ from torchtitan_rl.supervision.processes import (
     per_rank,
     spawn,
     start_monarch,
+    temporary_folder,
 )
 from torchtitan_rl.supervision.spawned_trainer import SpawnedTrainer
 
@@ -98,7 +99,7 @@ async def spawn_trainer(
     steps: int,
     checkpoint_folder: str = "checkpoints",
     tokens_folder: str = "tokens",
-    weights_folder: str = "weights",
+    weights_folder: str = "",
     keep: int = 2,
     async_mode: AsyncMode = "disabled",
     seed: int = 0,
@@ -107,7 +108,8 @@ async def spawn_trainer(
     log_file: str | None = None,
 ) -> SpawnedTrainer:
     """A trainer that has loaded its weights: from its latest checkpoint or from `model`. The
-    learning rate is laid out for `steps`."""
+    learning rate is laid out for `steps`. Without a `weights_folder`, what the `file` transport
+    publishes is in a temporary folder."""
     placement = placement or Placement(config.parallelism.world_size)
     threads = config.threads or default_threads(placement.processes)
     trainer = await spawn(
@@ -118,7 +120,7 @@ async def spawn_trainer(
         steps=steps,
         checkpoint_folder=str(checkpoint_folder),
         tokens_folder=str(tokens_folder),
-        weights_folder=str(weights_folder),
+        weights_folder=str(weights_folder) or temporary_folder("weights"),
         keep=keep,
         async_mode=async_mode,
         seed=seed,
