@@ -1,5 +1,6 @@
 """Plans: predicted against a real step, what is refused, and advice that makes a run fit."""
 
+import functools
 import json
 import time
 from collections.abc import Iterator
@@ -19,9 +20,17 @@ from torchtitan_rl.models.makers.tiny import write_tiny_model
 from torchtitan_rl.models.rank import ModelRank
 from torchtitan_rl.models.shapes import SHAPES
 from torchtitan_rl.models.trace import EXTRA_FORMULAS
+from torchtitan_rl.platform import machine as facts
 from torchtitan_rl.recipes import registry
-from torchtitan_rl.run.machine import GPUS, Gpu, Machine, MachineError, parse_machine
-from torchtitan_rl.run.plan import GIB, Plan, PlanError, make_plan
+from torchtitan_rl.run.machine import (
+    GPUS,
+    MachineError,
+    PlannedGpu,
+    PlannedMachine,
+    parse_machine,
+    this_machine,
+)
+from torchtitan_rl.run.plan import GIB, PlanError, Traces, compare, make_plan, trace_actors
 from torchtitan_rl.run.traced import (
     Lengths,
     TracedTrainer,
@@ -92,7 +101,7 @@ def test_a_plan_is_what_a_real_step_takes(tmp_path, experts):
     assert 0 < predicted.attention_flops < predicted.flops
 
 
-SMALL = SHAPES["Qwen3-0.6B"] | {"num_hidden_layers": 4, "vocab_size": 1024}
+SMALL = SHAPES["Qwen3-0.6B"] | {"num_hidden_layers": 2, "vocab_size": 1024}
 
 
 @pytest.fixture(scope="module")
@@ -102,14 +111,25 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(file)
 
 
-def plan_of(config: RunConfig, file: str, gib: float = 80.0, count: int = 8, **more) -> Plan:
-    gpu = replace(GPUS["H100"], memory_gib=gib)
-    return make_plan(config, Machine("Mine", count, count, gpu), hf_config=file, **more)
+def changed(config: RunConfig, changes: str) -> RunConfig:
+    return read_overrides(config, changes.split(), prog="plan")
+
+
+@functools.cache
+def traces_of(name: str, file: str = "", changes: str = "") -> Traces:
+    """The actors of a recipe traced on a GPU."""
+    return trace_actors(changed(recipe(name), changes), "cuda", hf_config=file)
+
+
+QWEN = "grpo_sum_digits_qwen3_1_7b"
+
+
+def gpus(gib: float = 80.0, count: int = 8, per_node: int = 8) -> PlannedMachine:
+    return PlannedMachine("Mine", count, per_node, replace(GPUS["H100"], memory_gib=gib))
 
 
 def test_a_plan_has_all_kinds_of_memory_and_what_bounds_a_step(small):
-    config = recipe("grpo_sum_digits_qwen3_1_7b")
-    plan = plan_of(config, small)
+    plan = compare(recipe(QWEN), gpus(), traces_of(QWEN, small))
     trainer, generator = plan.memory
     assert plan.fits
     assert (plan.gpus_needed, trainer.processes, generator.processes) == (4, 2, 2)
@@ -118,11 +138,9 @@ def test_a_plan_has_all_kinds_of_memory_and_what_bounds_a_step(small):
     assert trainer.bytes["optimizer"] == pytest.approx(2 * weights, rel=0.01)
     assert {"gathered", "tables", "activations", "gradients"} <= trainer.bytes.keys()
     assert generator.bytes["weights"] == pytest.approx(2 * plan.parameters / 2, rel=0.01)
-    # Four layers of keys and values, 4 of 8 heads, 128 numbers of 2 bytes.
-    assert plan.kv_tokens == int(24 * GIB / (4 * 2 * 4 * 128 * 2))
+    # Two layers of keys and values, 4 of 8 heads, 128 numbers of 2 bytes.
+    assert plan.kv_tokens == int(24 * GIB / (2 * 2 * 4 * 128 * 2))
     assert plan.kv_sequences == plan.kv_tokens // 1024
-    # Both snapshots of all ranks, in bfloat16.
-    assert plan.snapshot_bytes == pytest.approx(2 * 2 * plan.parameters, rel=0.01)
     by_name = {sync.transport: sync for sync in plan.syncs}
     assert by_name["shm"].written == 2 * plan.parameters
     assert by_name["shm"].read == 2 * 2 * plan.parameters
@@ -134,37 +152,102 @@ def test_a_plan_has_all_kinds_of_memory_and_what_bounds_a_step(small):
     assert json.loads(json.dumps(plan.to_dict()))["fits"] is True
 
 
-LITTLE = (
-    *("--generator.engine.kv_cache_gib", "0.1"),
-    *("--generator.engine.max_num_batched_tokens", "1024"),
-)
+def test_snapshots_are_where_the_transport_has_them(small):
+    """On GPUs of their own, on shared ones, in host memory, and on several hosts."""
+    traces = traces_of(QWEN, small)
+
+    def placed(changes: str = "", machine: PlannedMachine | None = None) -> tuple:
+        plan = compare(changed(recipe(QWEN), changes), machine or gpus(), traces)
+        kinds = [memory.bytes.get(k) for memory in plan.memory for k in ("snapshots", "received")]
+        rates = {sync.transport: sync.seconds for sync in plan.syncs}
+        return plan.transport, kinds, plan.host_bytes, set(rates)
+
+    half, whole = traces.trainer.published * 2, traces.trainer.parameters * 2
+    assert half == pytest.approx(whole / 2, rel=0.01)
+    transport, kinds, host, possible = placed()
+    assert (transport, host) == ("collective", {})
+    assert kinds == [2 * half, None, None, traces.generator.weights]
+    assert possible == {"shm", "file", "rdma", "collective"}
+    nowhere = [None] * 4
+    shared = {"snapshots": 2 * whole}
+    assert placed("--trainer.weight_sync.transport shm")[:3] == ("shm", nowhere, shared)
+    transport, kinds, host, possible = placed("--placement colocated", gpus(count=2))
+    assert (transport, kinds, host["snapshots"]) == ("shm", nowhere, 2 * whole)
+    assert host["offloaded"] == pytest.approx(12 * traces.trainer.parameters, rel=0.01)
+    assert possible == {"shm", "file"}
+    apart = gpus(count=4, per_node=2)
+    assert placed(machine=apart)[:3] == ("rdma", [2 * half, None, None, None], {"received": whole})
+    assert placed(machine=apart)[3] == {"rdma", "file"}
+    with pytest.raises(ValueError, match="is collective, but the actors are on 2 hosts"):
+        placed("--trainer.weight_sync.transport collective", apart)
+
+
+def test_too_few_gpus_do_not_fit_however_large_they_are(small):
+    config, three, traces = recipe(QWEN), gpus(count=3), traces_of(QWEN, small)
+    plan = compare(config, three, traces)
+    assert all(memory.fits for memory in plan.memory)
+    assert not plan.fits
+    assert plan.fix.startswith("the actors' parallelism needs 4 GPUs, and there are 3: set --pl")
+    assert compare(changed(config, "--placement colocated"), three, traces).fits
+
+
+def test_a_reference_is_counted_where_it_is(small):
+    refers = "--trainer.loss.ref_kl.coef 0.1"
+    config, traces = changed(recipe(QWEN), refers), traces_of(QWEN, small, refers)
+    trainer, _, reference = compare(config, gpus(), traces).memory
+    assert (reference.actor, reference.processes) == ("reference", 1)
+    weights = reference.bytes["weights"]
+    assert weights == pytest.approx(4 * traces.trainer.parameters, rel=0.01)
+    assert 0 < reference.bytes["activations"] < trainer.bytes["activations"]
+    assert "gradients" not in reference.bytes
+    beside = compare(changed(config, "--placement colocated"), gpus(), traces).memory
+    assert [m.bytes.get("reference") for m in beside[:2]] == [weights, weights]
+
+
+@pytest.mark.parametrize("name", registry.built_in_recipes())
+def test_every_recipe_can_be_planned(name, small):
+    config = recipe(name)
+    plan = compare(config, gpus(), traces_of(name, small if config.model else ""))
+    assert plan.fits
+    assert plan.transport == "collective"
+    assert all(stage.seconds > 0 for stage in plan.stages)
+
+
+PASSES = "--generator.engine.max_num_batched_tokens 1024 --trainer.activation_checkpoint"
 """Changes that leave the trainer to be what takes most."""
+KV, SYNC = "--generator.engine.kv_cache_gib", "--trainer.weight_sync.transport"
 
 
 @pytest.mark.parametrize(
-    ("changes", "actor", "kind", "setting"),
+    ("traced", "changes", "actor", "kind", "setting"),
     [
         (
-            (*LITTLE, "--trainer.activation_checkpoint", "none"),
-            *("trainer", "activations", "trainer.activation_checkpoint"),
+            *(f"{PASSES} none", f"{KV} 0.1", "trainer"),
+            *("activations", "--trainer.activation_checkpoint"),
         ),
         (
-            (*LITTLE, "--trainer.activation_checkpoint", "full"),
-            *("trainer", "activations", "trainer.tokens_per_microbatch"),
+            *(f"{PASSES} full", f"{KV} 0.1 {SYNC} shm", "trainer"),
+            *("activations", "--trainer.tokens_per_microbatch"),
         ),
-        ((), "generator", "KV cache", "generator.engine.kv_cache_gib"),
+        (
+            *(f"{PASSES} full --trainer.tokens_per_microbatch 1024", f"{KV} 0.1", "trainer"),
+            *("snapshots", SYNC),
+        ),
+        ("", f"{SYNC} shm", "generator", "KV cache", KV),
+        ("", f"{KV} 0.001", "generator", "received", SYNC),
     ],
 )
-def test_what_a_plan_says_to_change_makes_it_fit(small, changes, actor, kind, setting):
-    config = read_overrides(recipe("grpo_sum_digits_qwen3_1_7b"), changes, prog="plan")
-    plan = plan_of(config, small)
-    [memory] = [memory for memory in plan.memory if memory.actor == actor]
+def test_what_a_plan_says_to_change_makes_it_fit(small, traced, changes, actor, kind, setting):
+    config, traces = changed(recipe(QWEN), f"{traced} {changes}"), traces_of(QWEN, small, traced)
+    [memory] = [m for m in compare(config, gpus(), traces).memory if m.actor == actor]
     gib = (memory.total - 0.1 * memory.bytes[kind]) / GIB  # a little less than it takes
-    plan = plan_of(config, small, gib)
-    [wrong] = [memory for memory in plan.memory if not memory.fits]
-    assert (wrong.actor, wrong.fix.split()[0]) == (actor, f"--{setting}")
-    config = read_overrides(config, wrong.fix.split(), prog="plan")
-    assert plan_of(config, small, gib).fits
+    [wrong] = [m for m in compare(config, gpus(gib), traces).memory if m.actor == actor]
+    assert not wrong.fits
+    assert wrong.fix.split()[0] == setting
+    if setting not in (KV, SYNC):
+        traces = traces_of(QWEN, small, f"{traced} {wrong.fix}")
+    found = compare(changed(config, wrong.fix), gpus(gib), traces).memory
+    assert [m.fits for m in found if m.actor == actor] == [True]
 
 
 def test_machines_by_name():
@@ -173,8 +256,18 @@ def test_machines_by_name():
     assert machine.spans_nodes((0, 8))
     assert not machine.spans_nodes(tuple(range(8)))
     assert parse_machine("16xA100", nodes=4).per_node == 4
-    assert parse_machine("Mine", memory_gib=10, tflops=5).gpu == Gpu(10, 5, 1000, 25, 25)
+    assert parse_machine("Mine", memory_gib=10, tflops=5).gpu == PlannedGpu(10, 5, 1000, 25, 25)
     assert parse_machine("H100", memory_gib=40).gpu.memory_gib == 40
+
+
+def test_this_machine_has_what_its_container_may_use(tmp_path, monkeypatch):
+    monkeypatch.setattr(facts, "CONTROL_GROUP", tmp_path)
+    (tmp_path / "memory.max").write_text(f"{2 * GIB}\n")
+    (tmp_path / "memory.current").write_text("0\n")
+    machine = this_machine()
+    assert machine.is_cpu
+    assert machine.gpu.memory_gib == 2
+    assert not machine.spans_nodes((0, 8))
 
 
 @pytest.mark.parametrize(

@@ -47,8 +47,9 @@ def test_under_any_schedule_no_process_has_memory_in_the_trainers_turn():
             world.hang = 0.0
 
         try:
-            # However many die: what is looked at is when they are replaced.
-            in_virtual_time(world, chance.randrange(1, 4), scenario, most_deaths_in_a_row=10**6)
+            # Any number may die, or the second one in a row is given up.
+            most, count = chance.choice([1, 10**6, 10**6]), chance.randrange(1, 4)
+            in_virtual_time(world, count, scenario, most_deaths_in_a_row=most)
         except ACCEPTED:
             assert not world.crowded
         except BaseException as error:
@@ -97,8 +98,10 @@ def test_a_successor_that_is_on_its_way_is_waited_for_and_sleeps_too():
     in_virtual_time(world, 2, scenario)
 
 
-def test_one_that_hangs_as_it_is_put_to_sleep_is_ended_before_the_trainer_begins():
-    world = World(longest=1.0)
+@pytest.mark.parametrize("most_deaths", [0, 5])
+def test_one_that_hangs_as_it_is_put_to_sleep_is_ended_before_the_trainer_begins(most_deaths):
+    """Whether it is replaced or given up."""
+    world = World(longest=4.0)
 
     async def scenario(generators):
         hanging = generators.pool.replicas[0].spawned
@@ -106,8 +109,9 @@ def test_one_that_hangs_as_it_is_put_to_sleep_is_ended_before_the_trainer_begins
         await world.let_train(generators, 1)
         assert hanging.ended
         assert len(await sample(generators, [[1]])) == 2
+        assert bool(generators.pool.replicas[0].lost) is (most_deaths == 0)
 
-    in_virtual_time(world, 1, scenario)
+    in_virtual_time(world, 2, scenario, most_deaths_in_a_row=most_deaths)
 
 
 def test_who_asks_sleeping_generators_is_refused_at_once():

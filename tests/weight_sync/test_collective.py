@@ -334,7 +334,7 @@ def test_a_trainer_that_says_nothing_is_an_error(publisher, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         location = handle.parts[0].location
         object.__setattr__(location, "port", silent.getsockname()[1])
-        with pytest.raises(LinkError, match=r"version 1 .* says nothing: timed out"):
+        with pytest.raises(LinkError, match=r"version 1 .* sends no message: timed out"):
             open_snapshot(handle)
 
 
@@ -356,10 +356,10 @@ def test_a_broken_link_is_made_anew(publisher):
 def test_who_does_not_know_the_handle_gets_nothing(publisher):
     location = publish(publisher, 1).parts[0].location
     with socket.create_connection((location.address, location.port)) as connection:
-        control = Control(connection)
-        control.say(token="guessed")
+        control = Control(connection, 20)
+        control.send(token="guessed")
         with pytest.raises(LinkError, match="has gone"):
-            control.hear(20)
+            control.receive()
 
 
 def test_nobody_listens_on_other_addresses():

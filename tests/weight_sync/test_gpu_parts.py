@@ -1,6 +1,7 @@
 """The lines of `collective` that only a GPU reaches, with stand-ins for CUDA and NCCL: gloo sends
 in place of NCCL."""
 
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -17,6 +18,7 @@ from torchtitan_rl.weight_sync.pair import (
     TRAINER,
     LinkError,
     NcclPair,
+    _no_watchdog,
     connected_store,
     join,
     listening_store,
@@ -27,38 +29,53 @@ from torchtitan_rl.weight_sync.transport import make_publisher
 
 
 class Work:
-    """Done when gloo's is; NCCL's says so, and nobody has to wait for it."""
+    """A transfer by gloo with the states of NCCL's: one that failed is completed, too."""
 
     def __init__(self, work):
-        self.done = False
-        threading.Thread(target=self._wait, args=(work,), daemon=True).start()
+        self.error = None
+        self.ended = threading.Event()
+        threading.Thread(target=self._run, args=(work,), daemon=True).start()
 
-    def _wait(self, work):
-        work.wait(timedelta(seconds=20))
-        self.done = True
+    def _run(self, work):
+        try:
+            work.wait(timedelta(seconds=20))
+        except RuntimeError as error:
+            self.error = error
+        self.ended.set()
 
     def is_completed(self):
-        return self.done
+        return self.ended.is_set()
+
+    def wait(self, timeout):
+        if not self.ended.wait(timeout.total_seconds()):
+            raise dist.DistBackendError("timed out in blocking wait")
+        if self.error is not None:
+            raise self.error
+        return True
 
 
 class Nccl:
-    """Stands for torch's ProcessGroupNCCL."""
+    """Stands for torch's ProcessGroupNCCL, which does not wait for the other end when it is made."""
 
     Options = SimpleNamespace
 
     def __init__(self, store, rank, size, options):
-        assert options._timeout >= timedelta(days=1)  # NCCL's own would end the process
-        self.group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=20))
+        assert options._timeout == timedelta(seconds=20)
+        # Else torch's watchdog would end the process when a transfer fails.
+        assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "1"
+        pool = ThreadPoolExecutor(1)
+        self.group = pool.submit(dist.ProcessGroupGloo, store, rank, size, timedelta(seconds=20))
+        pool.shutdown(wait=False)
         self.aborted = False
 
     def send(self, tensors, rank, tag):
-        return Work(self.group.send(tensors, rank, tag))
+        return Work(self.group.result().send(tensors, rank, tag))
 
     def recv(self, tensors, rank, tag):
-        return Work(self.group.recv(tensors, rank, tag))
+        return Work(self.group.result().recv(tensors, rank, tag))
 
     def abort(self):
-        self.aborted = True
+        self.aborted, self.group = True, None
 
 
 @pytest.fixture
@@ -91,9 +108,29 @@ def test_bytes_go_through_nccl_in_order(ends):
 def test_a_gpu_does_not_wait_for_ever(ends):
     _, reader = ends
     reader._seconds = 0.1
-    with pytest.raises(LinkError, match=r"nothing has come through NCCL for 0.1 s"):
-        reader.wait(SimpleNamespace(is_completed=lambda: False))
+    with pytest.raises(LinkError, match="timed out"):
+        transfer(reader, [torch.zeros(9, dtype=torch.uint8)], sending=False)
     assert reader._group.aborted  # else its kernel would stay on the GPU
+
+
+def test_a_transfer_that_failed_is_an_error(ends):
+    trainer, reader = ends
+    work = reader.receive(torch.zeros(9, dtype=torch.uint8))
+    trainer.close()
+    assert work.ended.wait(20)
+    assert work.is_completed()  # as of NCCL: this says nothing about the bytes
+    with pytest.raises(LinkError, match="onnection"):
+        reader.wait(work)
+    assert reader._group.aborted
+
+
+@pytest.mark.parametrize("before", [None, "0"])
+def test_other_groups_keep_their_watchdog(monkeypatch, before):
+    if before is not None:
+        monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", before)
+    with _no_watchdog():
+        assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "1"
+    assert os.environ.get("TORCH_NCCL_BLOCKING_WAIT") == before
 
 
 def test_what_is_received_on_a_device_is_no_shared_memory(monkeypatch):

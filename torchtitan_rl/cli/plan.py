@@ -12,6 +12,7 @@ import logging
 import os
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from torchtitan_rl.cli.train import CommandError, notice_after, read_overrides, refuse_old_flags
@@ -37,7 +38,8 @@ def main(argv: Sequence[str], *, prog: str = PROGRAM) -> int:
         # Nothing runs on a GPU, and none that is here is looked at.
         os.environ["TORCHTITAN_RL_PLATFORM"] = "cpu"
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        with notice_after(1.0, "tracing ...") if not chosen.json else end_on_interrupt():
+        said = nullcontext() if chosen.json else notice_after(1.0, "tracing ...")
+        with end_on_interrupt(), said:
             plan = make(chosen, config)
     except ValueError as error:
         from torchtitan_rl.observability.console import print_error
@@ -154,11 +156,15 @@ def show(plan: "Plan") -> None:
     table.add_row("available", *(_gib(m.available) for m in plan.memory))
     table.add_row("fits", *("yes" if m.fits else "NO" for m in plan.memory))
     console.print(table)
+    if plan.fix:
+        console.print(f"the run does not fit: {plan.fix}", markup=False)
     for memory in plan.memory:
         if memory.fix:
             console.print(f"{memory.actor} does not fit: {memory.fix}", markup=False)
+    host = ", ".join(f"{kind} {_gib(nbytes)} GiB" for kind, nbytes in plan.host_bytes.items())
+    if host:
+        console.print(f"host memory for weights: {host}", markup=False)
     console.print(
-        f"host memory for snapshots of the weights: {_gib(plan.snapshot_bytes)} GiB\n"
         f"KV cache of a generator: {plan.kv_tokens} tokens, {plan.kv_expected} sequences of the "
         f"planned length, {plan.kv_sequences} of the longest; {plan.sequences} side by side\n"
         f"trainer: {plan.tokens} tokens a step, {plan.microbatches} microbatches of "
@@ -173,7 +179,9 @@ def show(plan: "Plan") -> None:
         figures = (f"{stage.flops / 1e12:.4g}", *map(_seconds, times))
         table.add_row(stage.name, *figures, stage.bound, _seconds(stage.seconds))
     console.print(table)
-    table = Table(title="a sync of the weights", title_justify="left")
+    table = Table(
+        title=f"a sync of the weights; this run uses {plan.transport}", title_justify="left"
+    )
     for column in ("transport", "GiB written", "GiB read", "seconds"):
         table.add_column(column, justify="left" if column == "transport" else "right")
     for sync in plan.syncs:

@@ -81,7 +81,7 @@ class Machine:
 
 def examine(folders: Iterable[str | Path] = ()) -> Machine:
     """The facts of this machine; `folders` are those that a run is to write to."""
-    memory, memory_free = _memory()
+    memory, memory_free = usable_memory()
     shared_memory, shared_memory_free = _space(SHARED_MEMORY)
     _, limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return Machine(
@@ -104,6 +104,19 @@ def examine(folders: Iterable[str | Path] = ()) -> Machine:
         lockable=None if limit == resource.RLIM_INFINITY else limit,
         folders=tuple(_folder(Path(folder)) for folder in folders),
     )
+
+
+def usable_memory() -> tuple[int, int]:
+    """Bytes of memory that this process may use, and those that are free: within the limit of a
+    container or job."""
+    machine = psutil.virtual_memory()
+    total, free = machine.total, machine.available
+    try:
+        limit = int((CONTROL_GROUP / "memory.max").read_text())
+        used = int((CONTROL_GROUP / "memory.current").read_text())
+    except (OSError, ValueError):  # no limit: "max"
+        return total, free
+    return min(total, limit), min(free, max(0, limit - used))
 
 
 def _torch_cuda() -> str | None:
@@ -139,18 +152,6 @@ def _versions(names: Iterable[str]) -> dict[str, str]:
 def _compilers() -> list[str]:
     """Names under which Triton looks for a C compiler."""
     return [*filter(None, [os.environ.get("CC")]), "gcc", "clang"]
-
-
-def _memory() -> tuple[int, int]:
-    """Bytes of memory, and those that are free, within the limit of a container or job."""
-    machine = psutil.virtual_memory()
-    total, free = machine.total, machine.available
-    try:
-        limit = int((CONTROL_GROUP / "memory.max").read_text())
-        used = int((CONTROL_GROUP / "memory.current").read_text())
-    except (OSError, ValueError):  # no limit: "max"
-        return total, free
-    return min(total, limit), min(free, max(0, limit - used))
 
 
 def _space(folder: Path) -> tuple[int, int]:

@@ -1,10 +1,12 @@
 """Machines that a run can be planned for: common GPUs by name, and this one."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from torchtitan_rl.core.errors import TorchtitanRLError
 from torchtitan_rl.core.plugins import nearest
+from torchtitan_rl.platform.machine import usable_memory
 
 
 class MachineError(TorchtitanRLError, ValueError):
@@ -12,7 +14,7 @@ class MachineError(TorchtitanRLError, ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Gpu:
+class PlannedGpu:
     """One GPU and its connections, as its vendor states them."""
 
     memory_gib: float
@@ -29,24 +31,24 @@ class Gpu:
 
 
 GPUS = {
-    "A100": Gpu(80.0, 312, 2039, 300, 25, 25),
-    "A100-40GB": Gpu(40.0, 312, 1555, 300, 25, 25),
-    "A10G": Gpu(22.5, 70, 600, 25, 25, 12.5),
-    "L4": Gpu(22.5, 121, 300, 25, 25, 12.5),
-    "L40S": Gpu(45.0, 362, 864, 25, 25, 25),
-    "H100": Gpu(79.6, 989, 3350, 450, 50),
-    "H100-PCIE": Gpu(79.6, 756, 2000, 50, 50),
-    "H200": Gpu(140.4, 989, 4800, 450, 50),
-    "B200": Gpu(179.0, 2250, 7700, 900, 50),
-    "GB200": Gpu(185.0, 2500, 8000, 900, 200),
-    "RTX4090": Gpu(24.0, 165, 1008, 25, 25, 12.5),
-    "RTX5090": Gpu(31.8, 209, 1792, 50, 50, 12.5),
+    "A100": PlannedGpu(80.0, 312, 2039, 300, 25, 25),
+    "A100-40GB": PlannedGpu(40.0, 312, 1555, 300, 25, 25),
+    "A10G": PlannedGpu(22.5, 70, 600, 25, 25, 12.5),
+    "L4": PlannedGpu(22.5, 121, 300, 25, 25, 12.5),
+    "L40S": PlannedGpu(45.0, 362, 864, 25, 25, 25),
+    "H100": PlannedGpu(79.6, 989, 3350, 450, 50),
+    "H100-PCIE": PlannedGpu(79.6, 756, 2000, 50, 50),
+    "H200": PlannedGpu(140.4, 989, 4800, 450, 50),
+    "B200": PlannedGpu(179.0, 2250, 7700, 900, 50),
+    "GB200": PlannedGpu(185.0, 2500, 8000, 900, 200),
+    "RTX4090": PlannedGpu(24.0, 165, 1008, 25, 25, 12.5),
+    "RTX5090": PlannedGpu(31.8, 209, 1792, 50, 50, 12.5),
 }
 """GPUs by name; A100 is the one of 80 GB. Memory is what the driver reports."""
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class PlannedMachine:
     """What a run is planned for."""
 
     name: str
@@ -54,20 +56,25 @@ class Machine:
     """GPUs in all; 0: the run is planned for the CPU and memory of this machine."""
     per_node: int
     """GPUs of each host."""
-    gpu: Gpu
+    gpu: PlannedGpu
 
     @property
     def is_cpu(self) -> bool:
         return self.count == 0
 
+    def hosts(self, gpus: Iterable[int]) -> frozenset[int]:
+        """Numbers of the hosts that GPUs are on. Those that are missing count as the last host's;
+        the processes of a CPU are all on one."""
+        return frozenset(min(gpu, self.count - 1) // self.per_node for gpu in gpus)
+
     def spans_nodes(self, ranks: tuple[int, ...], *, first: int = 0) -> bool:
         """Whether a process group is on several hosts; `first` is the GPU of its rank 0."""
-        return len({(first + rank) // self.per_node for rank in ranks}) > 1
+        return len(self.hosts(first + rank for rank in ranks)) > 1
 
 
 def parse_machine(
     given: str, *, nodes: int = 0, memory_gib: float = 0.0, tflops: float = 0.0
-) -> Machine:
+) -> PlannedMachine:
     """A machine by its GPUs, on hosts of 8 unless `nodes` says how many hosts there are. Sizes that
     are given take the place of those known, and are needed for a GPU of another name.
 
@@ -87,23 +94,19 @@ def parse_machine(
             f"--gpus {given}: {nearest(name, GPUS)}; for another GPU give --gpu_memory_gib and "
             "--gpu_tflops as well, e.g. --gpus 8xMine --gpu_memory_gib 64 --gpu_tflops 400"
         )
-    gpu = gpu or Gpu(memory_gib, tflops, 1000, 25, 25)
+    gpu = gpu or PlannedGpu(memory_gib, tflops, 1000, 25, 25)
     gpu = replace(gpu, memory_gib=memory_gib or gpu.memory_gib, tflops=tflops or gpu.tflops)
     if count < 1 or (nodes and count % nodes):
         raise MachineError(f"--gpus {given}: {count} GPUs cannot be on {nodes} hosts alike")
-    return Machine(key or name, count, count // nodes if nodes else min(count, 8), gpu)
+    return PlannedMachine(key or name, count, count // nodes if nodes else min(count, 8), gpu)
 
 
-def this_machine() -> Machine:
-    """The CPU and memory of this machine; how fast they are is measured in half a second."""
-    import psutil
-
-    return Machine(
-        name="this machine's CPU",
-        count=0,
-        per_node=1,
-        gpu=Gpu(psutil.virtual_memory().total / 2**30, _matmul_tflops(), _copy_gbs(), 5, 5, 1),
-    )
+def this_machine() -> PlannedMachine:
+    """The CPU of this machine and the memory that this process may use; how fast they are is
+    measured in half a second."""
+    memory, _ = usable_memory()
+    gpu = PlannedGpu(memory / 2**30, _matmul_tflops(), _copy_gbs(), 5, 5, 1)
+    return PlannedMachine("this machine's CPU", count=0, per_node=1, gpu=gpu)
 
 
 def _matmul_tflops(size: int = 1024) -> float:

@@ -5,38 +5,42 @@ import math
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from torchtitan_rl.config import RunConfig
+from torchtitan_rl.config import RunConfig, WeightSyncConfig
 from torchtitan_rl.core.errors import TorchtitanRLError
 from torchtitan_rl.core.plugins import nearest
 from torchtitan_rl.models.hf import atomic_folder, read_hf_config
 from torchtitan_rl.models.makers.tiny import write_tiny_model
 from torchtitan_rl.models.shapes import SHAPES
-from torchtitan_rl.models.trace import Collective
+from torchtitan_rl.models.trace import Collective, Kind
 from torchtitan_rl.platform import DeviceType, assume_device, resolve_dtype
 from torchtitan_rl.run.checks import check_shape
-from torchtitan_rl.run.machine import Machine
+from torchtitan_rl.run.machine import PlannedMachine
 from torchtitan_rl.run.starting_model import model_folder
 from torchtitan_rl.run.traced import (
     GeneratorTrace,
     Lengths,
     TrainerTrace,
     trace_generator,
+    trace_reference,
     trace_trainer,
 )
+from torchtitan_rl.weight_sync.handle import Transport
+from torchtitan_rl.weight_sync.transport import Ends, choose_transport
 
 GIB = 2**30
 CUDA_GIB = 2.5
-"""Memory of each GPU that is nobody's tensor: CUDA's context, NCCL's buffers, workspaces, and what
-the allocator cannot use. An engine's CUDA graphs are in it, too."""
-CPU_GIB = {"trainer": 0.45, "generator": 0.55}
-"""Memory of each process on a CPU that is nobody's tensor: what it imports, and what the allocator
-keeps, as `benchmarks/plan.py` measured it."""
+"""Memory of a GPU that each process takes beside its tensors: CUDA's context, NCCL's buffers,
+workspaces, an engine's CUDA graphs, and what the allocator cannot use."""
+CPU_GIB = {"trainer": 0.45, "generator": 0.55, "reference": 0.45}
+"""Memory that each process on a CPU takes beside its tensors: what it imports, and what the
+allocator keeps, as `benchmarks/plan.py` measured it of the first two."""
 OVERLAPPED = ("_allgather_base_", "_reduce_scatter_base_")
 """Collectives of FSDP, which run beside the computation; it waits for all others."""
+TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 HOST_GBS = 10.0
 """10⁹ bytes a second at which one process copies in the memory of its host."""
 
@@ -99,7 +103,7 @@ class Stage:
 class Sync:
     """One sync of the weights by a transport."""
 
-    transport: str
+    transport: Transport
     written: int
     """Bytes that the trainer's ranks write, together."""
     read: int
@@ -114,10 +118,14 @@ class Plan:
 
     model: str
     parameters: int
-    machine: Machine
+    machine: PlannedMachine
     lengths: Lengths
     utilisation: float
     gpus_needed: int
+    fix: str
+    """What to change if there are too few GPUs."""
+    transport: Transport
+    """What carries the weights: the setting, or what `auto` chooses for these GPUs."""
     row_tokens: int
     """Tokens of a full microbatch."""
     microbatches: int
@@ -125,8 +133,8 @@ class Plan:
     tokens: int
     """Tokens that the trainer computes in a step."""
     memory: list[Memory]
-    snapshot_bytes: int
-    """Host memory for the snapshots of all trainer ranks, two each."""
+    host_bytes: dict[str, int]
+    """Host memory by kind, of all processes together, if their tensors are on GPUs."""
     kv_tokens: int
     """Tokens that the KV cache of a generator holds."""
     kv_sequences: int
@@ -144,7 +152,8 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        return all(memory.fits for memory in self.memory)
+        """Whether there are enough GPUs, and enough memory in each."""
+        return not self.fix and all(memory.fits for memory in self.memory)
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON has it."""
@@ -157,9 +166,25 @@ class Plan:
         return found
 
 
+@dataclass(slots=True)
+class Traces:
+    """The actors of a run traced, for any number of plans of it."""
+
+    lengths: Lengths
+    trainer: TrainerTrace
+    generator: GeneratorTrace
+    reference: dict[Kind, int]
+    """Bytes by kind; empty: the run has no reference."""
+    element: int
+    """Bytes of a published value."""
+    kv_heads: int
+    seconds: float
+    """How long it took to trace them."""
+
+
 def make_plan(
     config: RunConfig,
-    machine: Machine,
+    machine: PlannedMachine,
     *,
     hf_config: str = "",
     prompt_tokens: int = 0,
@@ -167,29 +192,47 @@ def make_plan(
     utilisation: float = 0.4,
 ) -> Plan:
     """Trace the actors of a run, and compare what they take with what the machine has."""
+    traces = trace_actors(
+        config,
+        "cpu" if machine.is_cpu else "cuda",
+        hf_config=hf_config,
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+    )
+    return compare(config, machine, traces, utilisation=utilisation)
+
+
+def trace_actors(
+    config: RunConfig,
+    device: DeviceType,
+    *,
+    hf_config: str = "",
+    prompt_tokens: int = 0,
+    completion_tokens: int = 0,
+) -> Traces:
+    """Trace a rank of each actor that computes."""
     started = time.perf_counter()
     lengths = planned_lengths(config, prompt_tokens, completion_tokens)
-    device: DeviceType = "cpu" if machine.is_cpu else "cuda"
     with tempfile.TemporaryDirectory() as temporary:
         folder = shape_folder(config, hf_config, Path(temporary))
         hf = read_hf_config(folder)
         check_shape(config, hf)
         trainer = trace_trainer(config, folder, lengths, device=device)
         generator = trace_generator(config, folder, lengths, device=device)
+        reference: dict[Kind, int] = {}
+        if config.has_reference:
+            reference = trace_reference(config, folder, lengths, device=device)
         with assume_device(device):
             dtype = resolve_dtype(config.generator.engine.dtype)
-    plan = _assemble(
-        config,
-        machine,
+    return Traces(
         lengths,
         trainer,
         generator,
-        utilisation,
+        reference,
         element=4 if dtype == "float32" else 2,
         kv_heads=hf["num_key_value_heads"],
+        seconds=time.perf_counter() - started,
     )
-    plan.traced_seconds = time.perf_counter() - started
-    return plan
 
 
 def planned_lengths(config: RunConfig, prompt_tokens: int, completion_tokens: int) -> Lengths:
@@ -235,22 +278,16 @@ def write_shape(shape: dict[str, Any], temporary: Path, name: str) -> str:
     return str(temporary / name)
 
 
-def _assemble(
-    config: RunConfig,
-    machine: Machine,
-    lengths: Lengths,
-    trainer: TrainerTrace,
-    generator: GeneratorTrace,
-    utilisation: float,
-    *,
-    element: int,
-    kv_heads: int,
+def compare(
+    config: RunConfig, machine: PlannedMachine, traces: Traces, *, utilisation: float = 0.4
 ) -> Plan:
+    """What a run takes, compared with what a machine has."""
+    trainer, generator, lengths = traces.trainer, traces.generator, traces.lengths
     kv_tokens = int(config.generator.engine.kv_cache_gib * GIB) // generator.kv_bytes_per_token
     longest = config.generator.engine.max_model_len
     expected = max(1, kv_tokens // lengths.total)
     sequences = min(generator.sequences, expected)
-    world = config.trainer.parallelism.world_size
+    transport = planned_transport(config, machine)
     plan = Plan(
         model=config.model or "made by the warm start",
         parameters=trainer.parameters,
@@ -258,11 +295,13 @@ def _assemble(
         lengths=lengths,
         utilisation=utilisation,
         gpus_needed=len({gpu for own in config.gpus for gpu in own}),
+        fix=_more_gpus(config, machine),
+        transport=transport,
         row_tokens=trainer.row_tokens,
         microbatches=trainer.microbatches * trainer.updates,
         tokens=round(trainer.tokens * trainer.updates * config.trainer.parallelism.dp_degree),
-        memory=list(_memory(config, machine, trainer, generator)),
-        snapshot_bytes=2 * trainer.published * element * world,
+        memory=list(_memory(config, machine, traces, transport)),
+        host_bytes=_host_bytes(config, machine, traces, transport),
         kv_tokens=kv_tokens,
         kv_sequences=kv_tokens // longest,
         kv_expected=expected,
@@ -271,76 +310,139 @@ def _assemble(
             _generate(config, machine, lengths, generator, sequences, utilisation),
             _train(machine, trainer, utilisation),
         ],
-        syncs=list(_syncs(config, machine, trainer, element)),
+        syncs=list(_syncs(config, machine, traces)),
         attention_share=trainer.attention_flops / trainer.flops,
+        traced_seconds=traces.seconds,
     )
-    _say_whether_it_fits(config, plan, trainer, kv_heads)
+    _say_whether_it_fits(config, plan, traces)
     plan.notes += _notes(config, plan)
     return plan
+
+
+def planned_transport(config: RunConfig, machine: PlannedMachine) -> Transport:
+    """What would carry the weights between these GPUs; raises ValueError if the setting cannot."""
+    trainer, generators, _ = config.gpus
+    ends = Ends(
+        hosts=frozenset(map(str, machine.hosts([*trainer, *generators]))),
+        device="cpu" if machine.is_cpu else "cuda",
+        trainer_ranks=len(trainer),
+        tensor_parallel=config.generator.tensor_parallel_degree,
+        shared_gpus=len({*trainer} & {*generators}),
+    )
+    return choose_transport(config.trainer.weight_sync, ends)[0]
 
 
 # ---- memory -------------------------------------------------------------------------------------
 
 
 def _memory(
-    config: RunConfig, machine: Machine, trainer: TrainerTrace, generator: GeneratorTrace
+    config: RunConfig, machine: PlannedMachine, traces: Traces, transport: Transport
 ) -> Iterator[Memory]:
     available = int(machine.gpu.memory_gib * GIB)
     engine, cpu = config.generator.engine, machine.is_cpu
+    trainer, generator, reference = traces.trainer, traces.generator, traces.reference
+    sharing = 1 + (config.colocated and not cpu) * (1 + config.has_reference)
+    others = {}
+    if reference and sharing > 1:
+        others = {"reference": reference["weights"]}  # they stay on the GPU in everybody's turn
 
     def besides(actor: str) -> int:
-        # Of actors that take turns on a GPU, the one that sleeps keeps this.
-        return int((CPU_GIB[actor] if cpu else CUDA_GIB * (1 + config.colocated)) * GIB)
+        # Of actors that share a GPU, those that sleep keep this.
+        return int((CPU_GIB[actor] if cpu else CUDA_GIB * sharing) * GIB)
 
+    # Both snapshots of these transports lie where the weights are.
+    near = transport in ("collective", "rdma")
+    snapshots = {"snapshots": 2 * trainer.published * traces.element} if near else {}
     yield Memory(
         "trainer",
         config.trainer.parallelism.world_size,
-        {**{k: v for k, v in trainer.peak.items() if v}, "besides": besides("trainer")},
+        {k: v for k, v in trainer.peak.items() if v}
+        | snapshots
+        | others
+        | {"besides": besides("trainer")},
         available,
     )
     # On a CPU vLLM multiplies by packed copies of its matrices. The output layer's own stays, since
     # the embedding may be the same.
     packed = {"packed": generator.head} if cpu else {}
+    received = {"received": generator.weights} if transport == "collective" else {}
     yield Memory(
         "generator",
         config.generator.replicas * config.generator.tensor_parallel_degree,
         {
             "weights": generator.weights,
             **packed,
+            **received,
             "KV cache": int(engine.kv_cache_gib * GIB),
             "activations": generator.activations,
+            **others,
             "besides": besides("generator"),
         },
         available,
     )
+    if reference:
+        yield Memory(
+            "reference",
+            config.trainer.reference.parallelism.world_size,
+            {k: v for k, v in reference.items() if v} | {"besides": besides("reference")},
+            available,
+        )
 
 
-def _say_whether_it_fits(
-    config: RunConfig, plan: Plan, trainer: TrainerTrace, kv_heads: int
-) -> None:
+def _host_bytes(
+    config: RunConfig, machine: PlannedMachine, traces: Traces, transport: Transport
+) -> dict[str, int]:
+    """What of the weights is in the memory of hosts, beside the processes' own."""
+    found, trainer = {}, traces.trainer
+    if transport in ("shm", "file"):
+        found["snapshots"] = 2 * trainer.parameters * traces.element
+    if transport == "rdma":  # each generator has a copy that its ranks read
+        found["received"] = config.generator.replicas * trainer.parameters * traces.element
+    if config.colocated and not machine.is_cpu:
+        own = trainer.kept["weights"] + trainer.kept["optimizer"]
+        found["offloaded"] = own * config.trainer.parallelism.world_size
+    return found
+
+
+def _say_whether_it_fits(config: RunConfig, plan: Plan, traces: Traces) -> None:
     """Decide it for each actor, and name the setting to change."""
-    if plan.machine.is_cpu:
-        taken = sum(m.total * m.processes for m in plan.memory) + plan.snapshot_bytes
-        for memory in plan.memory:
-            memory.fits = taken <= memory.available
-            over = taken - memory.available
-            memory.fix = "" if memory.fits else _fix(config, memory, trainer, over, kv_heads)
-        return
+    taken = sum(m.total * m.processes for m in plan.memory) + sum(plan.host_bytes.values())
     for memory in plan.memory:
-        over = memory.total - memory.available
+        # The processes on a CPU share its memory.
+        over = (taken if plan.machine.is_cpu else memory.total) - memory.available
         memory.fits = over <= 0
-        memory.fix = "" if memory.fits else _fix(config, memory, trainer, over, kv_heads)
+        memory.fix = "" if memory.fits else _fix(config, plan, memory, traces, over)
 
 
-def _fix(config: RunConfig, memory: Memory, trainer: TrainerTrace, over: int, kv_heads: int) -> str:
+def _more_gpus(config: RunConfig, machine: PlannedMachine) -> str:
+    """What to change if the actors need more GPUs than there are; empty if they do not."""
+    needed = len({gpu for own in config.gpus for gpu in own})
+    if machine.is_cpu or needed <= machine.count:
+        return ""
+    share = "" if config.placement == "colocated" else "set --placement colocated, or "
+    return (
+        f"the actors' parallelism needs {needed} GPUs, and there are {machine.count}: {share}lower "
+        "trainer.parallelism, generator.replicas, generator.tensor_parallel_degree or "
+        "trainer.reference.parallelism"
+    )
+
+
+def _fix(config: RunConfig, plan: Plan, memory: Memory, traces: Traces, over: int) -> str:
     """The setting that makes an actor fit which takes `over` bytes too many."""
-    engine, settings = config.generator.engine, config.trainer
+    engine, settings, trainer = config.generator.engine, config.trainer, traces.trainer
+    by_host = "file" if len(plan.machine.hosts(range(plan.gpus_needed))) > 1 else "shm"
+    elsewhere = f"--trainer.weight_sync.transport {by_host}"
+    if memory.actor == "reference":
+        degree = 2 * settings.reference.parallelism.data_parallel_shard_degree
+        return f"--trainer.reference.parallelism.data_parallel_shard_degree {degree}"
     if memory.actor == "generator":
         room = int(engine.kv_cache_gib * GIB) - over
         if room > memory.bytes["KV cache"] / 4:
             return f"--generator.engine.kv_cache_gib {math.floor(room / GIB * 10) / 10:g}"
+        if memory.bytes.get("received", 0) >= over:
+            return elsewhere
         degree = 2 * config.generator.tensor_parallel_degree
-        if kv_heads % degree:
+        if traces.kv_heads % degree:
             return "it needs GPUs with more memory: its heads cannot be divided further"
         return f"--generator.tensor_parallel_degree {degree}"
     activations = memory.bytes.get("activations", 0)
@@ -351,7 +453,10 @@ def _fix(config: RunConfig, memory: Memory, trainer: TrainerTrace, over: int, kv
     fewer = int(settings.tokens_per_microbatch * share * 0.95)
     if fewer >= engine.max_model_len:
         return f"--trainer.tokens_per_microbatch {fewer}"
-    sharded = sum(trainer.kept.values())
+    snapshots = memory.bytes.get("snapshots", 0)
+    if snapshots >= over:
+        return elsewhere
+    sharded = sum(trainer.kept.values()) + snapshots
     rest = max(memory.total - sharded, 0)
     if rest >= memory.available:
         return "--trainer.tokens_per_microbatch lower, or a GPU with more memory"
@@ -364,7 +469,7 @@ def _fix(config: RunConfig, memory: Memory, trainer: TrainerTrace, over: int, kv
 # ---- time ---------------------------------------------------------------------------------------
 
 
-def _train(machine: Machine, trainer: TrainerTrace, utilisation: float) -> Stage:
+def _train(machine: PlannedMachine, trainer: TrainerTrace, utilisation: float) -> Stage:
     gpu = machine.gpu
     calls = list(trainer.collectives())
     exposed = [call for call in calls if call[0].name not in OVERLAPPED]
@@ -380,7 +485,7 @@ def _train(machine: Machine, trainer: TrainerTrace, utilisation: float) -> Stage
     )
 
 
-def _wire_seconds(machine: Machine, collective: Collective, *, first: int = 0) -> float:
+def _wire_seconds(machine: PlannedMachine, collective: Collective, *, first: int = 0) -> float:
     away = machine.spans_nodes(collective.ranks, first=first)
     rate = machine.gpu.network_gbs if away else machine.gpu.link_gbs
     return collective.wire_bytes / (rate * 1e9)
@@ -388,7 +493,7 @@ def _wire_seconds(machine: Machine, collective: Collective, *, first: int = 0) -
 
 def _generate(
     config: RunConfig,
-    machine: Machine,
+    machine: PlannedMachine,
     lengths: Lengths,
     generator: GeneratorTrace,
     sequences: int,
@@ -422,36 +527,44 @@ def _generate(
     )
 
 
-def _syncs(
-    config: RunConfig, machine: Machine, trainer: TrainerTrace, element: int
-) -> Iterator[Sync]:
-    """Bytes of a sync of all weights by each transport."""
-    whole = trainer.parameters * element
-    share = trainer.published * element
+def _syncs(config: RunConfig, machine: PlannedMachine, traces: Traces) -> Iterator[Sync]:
+    """Bytes of a sync of all weights by each transport that the run could use."""
+    for transport in TRANSPORTS:
+        settings = WeightSyncConfig(transport=transport)
+        try:
+            planned_transport(
+                replace(config, trainer=replace(config.trainer, weight_sync=settings)), machine
+            )
+        except ValueError:  # it cannot be used between these GPUs
+            continue
+        yield _sync(config, machine, traces, transport)
+
+
+def _sync(config: RunConfig, machine: PlannedMachine, traces: Traces, transport: Transport) -> Sync:
+    whole = traces.trainer.parameters * traces.element
+    share = traces.trainer.published * traces.element
     degree, replicas = config.generator.tensor_parallel_degree, config.generator.replicas
     workers, gpu = degree * replicas, machine.gpu
     to_host, from_host = share / (gpu.pcie_gbs * 1e9), whole / degree / (gpu.pcie_gbs * 1e9)
-    yield Sync("shm", whole, whole * workers, to_host + whole / (HOST_GBS * 1e9) + from_host)
-    yield Sync("file", whole, whole * workers, None)
+    seconds: float | None
+    if transport == "collective":
+        # Each worker receives its slice only, from the GPUs that have it.
+        seconds = whole / degree / (gpu.link_gbs * 1e9)
+        return Sync(transport, whole * replicas, whole * replicas, seconds)
+    if transport == "file":
+        return Sync(transport, whole, whole * workers, None)
+    if transport == "shm":
+        seconds = to_host + whole / (HOST_GBS * 1e9) + from_host
+        return Sync(transport, whole, whole * workers, seconds)
     network = whole * workers / (min(machine.per_node, workers) * gpu.network_gbs * 1e9)
-    yield Sync("rdma", whole, whole * workers, to_host + network + from_host)
-    # Each worker receives its slice only, from the GPUs that have it.
-    far = config.trainer.parallelism.world_size + workers > machine.per_node
-    rate = gpu.network_gbs if far else gpu.link_gbs
-    yield Sync("collective", whole * replicas, whole * replicas, whole / degree / (rate * 1e9))
+    return Sync(transport, whole, whole * workers, to_host + network + from_host)
 
 
 def _notes(config: RunConfig, plan: Plan) -> Iterator[str]:
     machine, spare = plan.machine, plan.machine.count - plan.gpus_needed
     if machine.is_cpu:
         return
-    if spare < 0:
-        yield (
-            f"the actors' parallelism needs {plan.gpus_needed} GPUs, and there are "
-            f"{machine.count}: lower trainer.parallelism, generator.replicas or "
-            "generator.tensor_parallel_degree"
-        )
-    elif spare:
+    if spare > 0:
         yield (
             f"{spare} of {machine.count} GPUs have nothing to do: raise "
             "trainer.parallelism.data_parallel_shard_degree or generator.replicas"

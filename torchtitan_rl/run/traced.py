@@ -306,6 +306,19 @@ def repeated(row: Microbatch, count: int, degree: int) -> Grid:
     )
 
 
+def trace_reference(
+    config: RunConfig, folder: str, lengths: Lengths, *, device: DeviceType
+) -> Counter[Kind]:
+    """Bytes by kind of one rank of the reference model, in a full microbatch."""
+    settings = config.trainer.reference
+    with fake_group(settings.parallelism.world_size), assume_device(device):
+        trace = Trace()
+        own = TracedRank(trace, folder, settings.parallelism, dtype=settings.dtype, seed=0)
+        with trace:
+            own.logprobs(full_row(config, folder, lengths))
+        return trace.seen.peak(["inference"])
+
+
 # ---- a generator --------------------------------------------------------------------------------
 
 

@@ -359,8 +359,7 @@ class ActorPool:
         self.deaths.in_a_row += 1
         self.deaths.since_step += 1
         if self.deaths.in_a_row > self._most_deaths:
-            self._lose(replica, error)
-            self.in_background(self._end(replica))
+            self.in_background(self._retire(replica, error))
             return
         for again in [replica, *(r for r in self.replicas if r.lost)]:
             again.lost, again.since = None, asyncio.get_running_loop().time()
@@ -378,6 +377,11 @@ class ActorPool:
                 await self._end(replica)
                 if not left:
                     raise
+
+    async def _retire(self, replica: Replica, error: BaseException) -> None:
+        """Give a replica up. It moves until nothing is left of it: `hold_starts` waits for that."""
+        await self._end(replica)
+        self._lose(replica, error)
 
     def _replaced(self, replica: Replica, task: asyncio.Task[None]) -> None:
         if self._stopping:

@@ -28,7 +28,14 @@ from torchtitan_rl.weight_sync.handle import (
     WeightSyncError,
     WrongWeightsError,
 )
-from torchtitan_rl.weight_sync.pair import TRAINER, Pair, join, listening_store, transfer
+from torchtitan_rl.weight_sync.pair import (
+    TRAINER,
+    LinkError,
+    Pair,
+    join,
+    listening_store,
+    transfer,
+)
 from torchtitan_rl.weight_sync.side_stream import SideStream
 
 SECONDS = 60.0
@@ -36,6 +43,8 @@ SECONDS = 60.0
 
 _END_SECONDS = 2.0
 """How long a thread that is sending may go on when the server is closed."""
+_AGAIN_SECONDS = 1.0
+"""How long a server that cannot accept a reader waits until it tries again."""
 
 _log = logging.getLogger(__name__)
 
@@ -47,7 +56,7 @@ class CollectiveLocation:
     address: str
     port: int
     token: str
-    """Known to who has a handle, and to nobody else."""
+    """A secret that comes with a handle: who does not have it is sent nothing."""
     device: str
 
 
@@ -190,9 +199,15 @@ class Server:
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:  # closed
-                return
-            self._start(self._serve, Control(connection))
+                control = Control(connection, self._seconds)
+            except OSError as error:
+                with self._changed:
+                    if self._closed:
+                        return
+                    _log.warning("cannot accept a reader of weights, will try again: %s", error)
+                    self._changed.wait(_AGAIN_SECONDS)  # too many open files, for instance
+                continue
+            self._start(self._serve, control)
 
     def _start(self, work: Callable[..., None], *arguments: Any) -> None:
         thread = threading.Thread(target=work, args=arguments, name="weights", daemon=True)
@@ -206,7 +221,12 @@ class Server:
                 control.close()
             self._links.add(control)
         try:
-            self._talk(control)
+            with contextlib.closing(self._join(control)) as pair:
+                side = SideStream(self._device)
+                while True:
+                    ask = control.receive(for_ever=True)  # until the reader asks, or has gone
+                    with side.after(side.mark()):
+                        self._answer(control, pair, ask)
         except (WeightSyncError, OSError, ValueError, RuntimeError) as error:
             _log.info("the link to a reader has ended: %s", error)
         finally:
@@ -214,32 +234,25 @@ class Server:
                 self._links.discard(control)
             control.close()
 
-    def _talk(self, control: Control) -> None:
-        hello = control.hear(self._seconds)
+    def _join(self, control: Control) -> Pair:
+        """The group with a reader that knows the token."""
+        hello = control.receive()
         if not secrets.compare_digest(hello.get("token", ""), self._token):
-            return
+            raise LinkError("the reader does not know the token")
         store = listening_store(self._address, self._seconds)
-        control.say(port=store.port)
-        pair = join(store, TRAINER, self._device.type, address=self._address, seconds=self._seconds)
-        try:
-            side = SideStream(self._device)
-            while True:
-                ask = control.hear()  # until the reader wants something, or has gone
-                with side.after(side.mark()):
-                    self._answer(control, pair, ask)
-        finally:
-            pair.close()
+        control.send(port=store.port)
+        return join(store, TRAINER, self._device.type, address=self._address, seconds=self._seconds)
 
     def _answer(self, control: Control, pair: Pair, ask: dict[str, Any]) -> None:
         try:
             offer = self._take(ask["number"], ask["version"])
         except StaleHandleError as error:
-            control.say(stale=str(error))
+            control.send(stale=str(error))
             return
         try:
             self._send(control, pair, offer, ask)
         except WrongWeightsError as error:
-            control.say(wrong=str(error))
+            control.send(wrong=str(error))
         finally:
             with self._changed:
                 offer.readers -= 1
@@ -262,7 +275,7 @@ class Server:
         key = (ask["host"], json.dumps(ask["pieces"])) if ask["host"] else None
         copy = self._copy_of(offer, key, control)
         if copy is not None:
-            control.say(**copy)
+            control.send(**copy)
             return
         received: dict[str, Any] | None = None
         try:
@@ -271,9 +284,9 @@ class Server:
             ]
             offer.check(pieces, ask["sizes"])
             checksums = offer.checksums(pieces, ask["checksums"])
-            control.say(checksums=checksums)
+            control.send(checksums=checksums)
             transfer(pair, offer.memory(pieces), sending=True)
-            received = {**control.hear(self._seconds), "checksums": checksums}
+            received = {**control.receive(), "checksums": checksums}
         finally:
             with self._changed:
                 if key is not None and received is not None:
@@ -292,7 +305,7 @@ class Server:
                 if offer.copies[key] is not None:
                     return offer.copies[key]
                 if not self._changed.wait(self._seconds / 4):
-                    control.say(wait=True)
+                    control.send(wait=True)
             offer.copies[key] = None
             return None
 

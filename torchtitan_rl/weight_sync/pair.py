@@ -4,11 +4,13 @@ Groups of more members would break with each of them. Of a pair, one member's de
 other alone: it drops the group, and whoever comes next makes a new one.
 """
 
+import contextlib
+import os
 import socket
-import time
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,35 +29,42 @@ class LinkError(WeightSyncError):
     """The other end of a transfer has died, hangs, or cannot be reached."""
 
 
-class Pair(Protocol):
-    """The two members of a group, seen by one of them."""
+class Pair:
+    """The two members of a group, seen by one of them.
 
-    def send(self, data: torch.Tensor) -> dist.Work: ...
-
-    def receive(self, data: torch.Tensor) -> dist.Work: ...
-
-    def wait(self, work: dist.Work) -> None:
-        """Wait until the bytes of a send or receive are through; raises LinkError after the
-        deadline, or when the other end has gone."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class _Pair:
-    """What NCCL and gloo have in common."""
+    A send or receive that fails, or takes longer than the deadline, drops the group and raises
+    LinkError.
+    """
 
     def __init__(self, group: Any, rank: int, seconds: float) -> None:
         self._group, self._other, self._seconds = group, 1 - rank, seconds
 
     def send(self, data: torch.Tensor) -> dist.Work:
-        return self._group.send([data], self._other, 0)
+        with self._dropped_on_error():
+            return self._group.send([data], self._other, 0)
 
     def receive(self, data: torch.Tensor) -> dist.Work:
-        return self._group.recv([data], self._other, 0)
+        with self._dropped_on_error():
+            return self._group.recv([data], self._other, 0)
+
+    def wait(self, work: dist.Work) -> None:
+        """Wait until the bytes of a send or receive are through."""
+        with self._dropped_on_error():
+            work.wait(timedelta(seconds=self._seconds))
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    @contextlib.contextmanager
+    def _dropped_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            self.close()  # a kernel of NCCL would wait on the GPU for ever
+            raise LinkError(str(error)) from error
 
 
-class GlooPair(_Pair):
+class GlooPair(Pair):
     """A pair on CPUs, over TCP."""
 
     def __init__(self, store: dist.Store, rank: int, *, address: str, seconds: float) -> None:
@@ -65,36 +74,44 @@ class GlooPair(_Pair):
         options._timeout = timedelta(seconds=seconds)
         super().__init__(dist.ProcessGroupGloo(store, rank, 2, options), rank, seconds)
 
-    def wait(self, work: dist.Work) -> None:
-        try:
-            work.wait(timedelta(seconds=self._seconds))
-        except RuntimeError as error:
-            raise LinkError(str(error)) from error
-
     def close(self) -> None:
         self._group = None  # its sockets go with it
 
 
-class NcclPair(_Pair):
+class NcclPair(Pair):
     """A pair on two GPUs, of one host or of two."""
 
     def __init__(self, store: dist.Store, rank: int, *, address: str, seconds: float) -> None:
         options = dist.ProcessGroupNCCL.Options()
-        # Ours is the deadline: the group's own would end the process.
-        options._timeout = timedelta(days=1)
-        super().__init__(dist.ProcessGroupNCCL(store, rank, 2, options), rank, seconds)
+        options._timeout = timedelta(seconds=seconds)
+        with _no_watchdog():
+            group = dist.ProcessGroupNCCL(store, rank, 2, options)
+        super().__init__(group, rank, seconds)
         self._store = store  # by which the group opens its communicator, with the first send
-
-    def wait(self, work: dist.Work) -> None:
-        deadline = time.monotonic() + self._seconds
-        while not work.is_completed():
-            if time.monotonic() > deadline:
-                self.close()  # or the kernel would wait on the GPU for ever
-                raise LinkError(f"nothing has come through NCCL for {self._seconds:g} s")
-            time.sleep(0.001)
 
     def close(self) -> None:
         self._group.abort()
+
+
+_WAITING = "TORCH_NCCL_BLOCKING_WAIT"
+_environment = threading.Lock()
+
+
+@contextlib.contextmanager
+def _no_watchdog() -> Iterator[None]:
+    """Have groups made inside raise their errors in `wait`. By default a thread of torch watches a
+    group, and ends the process when a transfer fails; torch reads this setting as it makes a group,
+    and from the environment alone."""
+    with _environment:
+        before = os.environ.get(_WAITING)
+        os.environ[_WAITING] = "1"
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[_WAITING]
+            else:
+                os.environ[_WAITING] = before
 
 
 def join(store: dist.Store, rank: int, device: str, *, address: str, seconds: float) -> Pair:

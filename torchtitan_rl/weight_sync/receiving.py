@@ -163,7 +163,7 @@ class Link:
     def __init__(
         self, location: CollectiveLocation, device: torch.device | None, seconds: float
     ) -> None:
-        self._device, self._seconds = _near(location.device, device), seconds
+        self._device = _near(location.device, device)
         self._side = SideStream(self._device)
         self.turn = threading.Lock()
         self._kept: list[ShmBuffer] = []
@@ -172,10 +172,10 @@ class Link:
             connection = socket.create_connection((location.address, location.port), seconds)
         except OSError as error:
             raise LinkError(f"cannot reach the trainer: {error}") from error
-        self._control = Control(connection)
+        self._control = Control(connection, seconds)
         try:
-            self._control.say(token=location.token)
-            heard = self._control.hear(seconds)
+            self._control.send(token=location.token)
+            heard = self._control.receive()
             store = connected_store(location.address, heard["port"], seconds)
             self._pair = join(
                 store, READER, location.device, address=location.address, seconds=seconds
@@ -189,7 +189,7 @@ class Link:
         host = "" if alone or self._device.type != "cpu" else this_host()
         partial = {piece.slot for piece in pieces if piece.box != slot_box(part.slots[piece.slot])}
         messages = lay_out(part.slots, pieces)
-        self._control.say(
+        self._control.send(
             number=part.number,
             version=version,
             pieces=[[piece.slot, *piece.box] for piece in pieces],
@@ -197,7 +197,7 @@ class Link:
             checksums={slot: part.checksums[slot] for slot in partial if part.checksums},
             host=host,
         )
-        while (heard := self._control.hear(self._seconds)).get("wait"):
+        while (heard := self._control.receive()).get("wait"):
             pass  # another reader is receiving the same
         if "stale" in heard:
             raise StaleHandleError(heard["stale"])
@@ -232,14 +232,13 @@ class Link:
             raise
         location = buffer.seal(here.number, version, here.slots)
         self._kept.append(buffer)
-        held = _Shared(replace(here, location=location), version)
-        self._control.say(copy=astuple(location))
-        return held
+        self._control.send(copy=astuple(location))
+        return _Shared(replace(here, location=location), version)
 
     def _receive_on_device(self, nbytes: int, bounds: Bounds, slots: Sequence[Slot]) -> Held:
         data = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         self._receive(data, bounds)
-        self._control.say(copy=None)
+        self._control.send(copy=None)
         return _OnDevice(data, slots)
 
     def _receive(self, data: torch.Tensor, bounds: Bounds) -> None:
@@ -335,8 +334,6 @@ def _receive(
         except CopyGoneError:
             alone = True
         except LinkError as error:
-            if link is not None:
-                _drop(link)
             if broken or link is None:
                 raise LinkError(
                     f"policy version {version} could not be received: {error}. Is the trainer "
@@ -346,8 +343,15 @@ def _receive(
 
 
 def _fetch(link: Link, part: Part, version: int, pieces: Sequence[Piece], *, alone: bool) -> Held:
+    """The pieces of a part by a link, which is dropped unless it can be asked again."""
     with link.turn:
-        return link.fetch(part, version, pieces, alone=alone)
+        try:
+            return link.fetch(part, version, pieces, alone=alone)
+        except (StaleHandleError, WrongWeightsError, CopyGoneError):
+            raise  # a whole answer: the next question gets its own
+        except BaseException:
+            _drop(link)
+            raise
 
 
 def _link_to(location: CollectiveLocation, device: torch.device | None) -> Link:
