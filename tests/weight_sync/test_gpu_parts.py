@@ -55,7 +55,7 @@ class Work:
 
 
 class Nccl:
-    """Stands for torch's ProcessGroupNCCL, which does not wait for the other end when it is made."""
+    """Stands for torch's ProcessGroupNCCL, which when made does not wait for the other end."""
 
     Options = SimpleNamespace
 
