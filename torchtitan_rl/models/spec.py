@@ -21,11 +21,11 @@ from torchtitan.models.qwen3 import Qwen3Model, parallelize_qwen3
 from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 from torchtitan.protocols.model_spec import ModelSpec
 
-from torchtitan_rl.models.cpu.attention import PackedAttention
-from torchtitan_rl.models.cuda.attention import PackedFlashAttention
+from torchtitan_rl.models import cpu, cuda
 from torchtitan_rl.models.head import LogprobHead
 from torchtitan_rl.models.hf import head_size, moe_layers, read_hf_config, rope_theta
 from torchtitan_rl.models.moe import ExpertsAdapter, moe_config
+from torchtitan_rl.models.parts import Parts
 from torchtitan_rl.platform import device_type
 
 
@@ -55,29 +55,31 @@ def _decoder(config: dict[str, Any], name: str) -> ModelSpec:
         "bias": nn.init.zeros_,
     }
     tied = config.get("tie_word_embeddings", False)
-    on_cpu = device_type() == "cpu"
+    parts = (cpu if device_type() == "cpu" else cuda).apply(Parts())
 
     def norm(size: int) -> RMSNorm.Config:
         ones = {"weight": nn.init.ones_}
         return RMSNorm.Config(normalized_shape=size, eps=eps, param_init=ones)
 
     def feed_forward() -> FeedForward.Config:
-        return make_ffn_config(
+        made = make_ffn_config(
             dim=dim,
             hidden_dim=config["intermediate_size"],
             w1_param_init=linear,
             w2w3_param_init=linear,
         )
+        w1, w2, w3 = map(parts.as_linear, (made.w1, made.w2, made.w3))
+        return FeedForward.Config(w1=w1, w2=w2, w3=w3)
 
     def attention() -> GQAttention.Config:
-        return make_gqa_config(
+        made = make_gqa_config(
             dim=dim,
             n_heads=config["num_attention_heads"],
             n_kv_heads=config["num_key_value_heads"],
             head_dim=head_dim,
             wqkv_param_init=linear,
             wo_param_init=linear,
-            inner_attention=(PackedAttention if on_cpu else PackedFlashAttention).Config(),
+            inner_attention=parts.attention.Config(),
             fuse_qkv=True,
             rope=CosSinRoPE.Config(
                 dim=head_dim,
@@ -86,6 +88,9 @@ def _decoder(config: dict[str, Any], name: str) -> ModelSpec:
             ),
             qk_norm=norm(head_dim) if config["architectures"][0].startswith("Qwen3") else None,
         )
+        made.qkv_linear.wqkv = parts.as_linear(made.qkv_linear.wqkv)
+        made.wo = parts.as_linear(made.wo)
+        return made
 
     def layer(number: int) -> Qwen3TransformerBlock.Config:
         sparse = number in moe_layers(config)
