@@ -81,6 +81,18 @@ def test_without_their_packages_torchs_own_kernel_is_used(capability):
     assert current_flash_attention_impl() is None
 
 
+def test_a_package_that_works_is_used(monkeypatch, tmp_path):
+    (tmp_path / "flash_attn_interface.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    activated = []
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activated.append)
+    with pretend_gpus((9, 0)):
+        splits = [PackedFlashAttention.Config().build()._splits for _ in range(2)]
+        assert activate_kernel() == "FA3"
+    assert activated == ["FA3"]  # once a process
+    assert splits == [None, None]  # FlashAttention 3 chooses by itself
+
+
 def test_a_package_that_does_not_work_is_named(monkeypatch, tmp_path):
     (tmp_path / "flash_attn_interface.py").write_text("raise ImportError('built for torch 2.9')")
     monkeypatch.syspath_prepend(tmp_path)
