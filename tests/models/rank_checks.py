@@ -3,8 +3,8 @@
     python -m tests.models.rank_checks FOLDER
 
 The ranks check by themselves what they publish, what they move to host memory, and what they resume
-from. Starting a rank takes longer than all that is checked, so the groups follow one another. FOLDER has `task.pickle`, a
-`Task`; rank 0 writes `found.pickle`, a `Found`.
+from. Starting a rank takes longer than all that is checked, so the groups follow one another.
+FOLDER has `task.pickle`, a `Task`; rank 0 writes `found.pickle`, a `Found`.
 """
 
 import contextlib
@@ -263,9 +263,7 @@ class Started:
         """Weights and optimizer states, whole."""
         own = {n: p.detach() for n, p in self.model.named_parameters()}
         tensors = own | {n: t for n, t in self.optimizers.state_dict().items() if t is not None}
-        return {
-            name: full(t).clone() for name, t in tensors.items() if isinstance(t, torch.Tensor)
-        }
+        return {name: full(t).clone() for name, t in tensors.items() if isinstance(t, torch.Tensor)}
 
 
 def assert_same(
