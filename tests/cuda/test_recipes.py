@@ -50,7 +50,7 @@ def test_the_actors_of_a_recipe_get_gpus_of_their_own():
 def test_a_machine_with_too_few_gpus_is_refused():
     with (
         pretend_gpus((9, 0), count=4),
-        pytest.raises(ValueError, match="needs 8 GPUs; this machine has 4"),
+        pytest.raises(ValueError, match="needs 8 GPUs, and there are 4"),
     ):
         check_machine(built_in_recipes()["grpo_sum_digits_qwen3_14b"]())
 
