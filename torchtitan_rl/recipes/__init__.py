@@ -8,7 +8,11 @@ from torchtitan_rl.recipes.qwen3 import (
     grpo_sum_digits_qwen3_1_7b,
     grpo_sum_digits_qwen3_14b,
 )
-from torchtitan_rl.recipes.smollm2 import grpo_jsonl, grpo_sum_digits_smollm2_135m
+from torchtitan_rl.recipes.smollm2 import (
+    grpo_jsonl,
+    grpo_largest_number_smollm2_135m,
+    grpo_sum_digits_smollm2_135m,
+)
 from torchtitan_rl.recipes.tiny import (
     dppo_sum_digits_async_tiny,
     echo_calculator_tiny,
@@ -20,6 +24,7 @@ __all__ = [
     "dppo_sum_digits_async_tiny",
     "echo_calculator_tiny",
     "grpo_jsonl",
+    "grpo_largest_number_smollm2_135m",
     "grpo_sum_digits_moe_tiny",
     "grpo_sum_digits_qwen3_0_6b",
     "grpo_sum_digits_qwen3_1_7b",

@@ -3,8 +3,8 @@
 torch itself multiplies matrices in single precision by MKL, which on a CPU that is not Intel's
 leaves half of its vector units unused.
 
-Gain of a whole step at 135M, together with `linear`: 47 % (two cores of an AMD EPYC with AVX-512 and
-BF16, torch 2.13), none on another machine. None for the tiny model, whose products are not large.
+Gain of a whole step at 135M, together with `linear`: 47 % on two cores of an AMD EPYC with AVX-512
+and BF16 (torch 2.13), none on another machine. None for the tiny model: its products are not large.
 """
 
 import torch
