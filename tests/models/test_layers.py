@@ -1,15 +1,22 @@
 """Layers that are compiled, or recompute activations: the same gradients, whatever the rows."""
 
+import random
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
+from tests.cuda.pretend import pretend_gpus
 from tests.models.support import forward, titan_model
 from torchtitan_rl.batching.documents import Document, positions, segments
 from torchtitan_rl.models.cpu.attention import AttentionPlan
+from torchtitan_rl.models.cuda.attention import PackedFlashAttention, VarlenPlan, varlen_plan
 from torchtitan_rl.models.parallel import allow_recompiles, compile_layers_on_cpu
 from torchtitan_rl.models.router_replay import replay_routing
+from torchtitan_rl.models.spec import build_on_meta, model_spec
 
 ROWS = ([Document(9), Document(11)], [Document(4, (3, 5)), Document(21)], [Document(1)])
 """Rows of other lengths, with a shared prompt and without; the last is a cell of padding."""
@@ -88,19 +95,25 @@ def test_so_has_one_with_compiled_kernels(tiny_model):
         assert_same(found, expected)
 
 
-def test_torchtitan_compiles_our_layers_whole(moe_model):
-    """Layers compiled as on a GPU, but for attention and kernels: a graph break or too many
-    programs would raise. Dense layers and experts, rows of any length, routing replayed and
-    not, with gradient and without."""
+def compile_as_torchtitan_does(model: nn.Module) -> None:
+    """Compile each layer whole, with eager operations in place of kernels."""
     from torchtitan.config import CompileConfig
     from torchtitan.distributed import ParallelDims
     from torchtitan.distributed.compile import apply_compile
 
     alone = ParallelDims(1, 1, 1, 1, 1, 1, 1, spmd_backend="partial_dtensor")
-    plain, compiled = titan_model(moe_model), titan_model(moe_model)
     allow_recompiles()
-    config = CompileConfig(enable=True, backend="eager")
-    apply_compile(compiled, compile_config=config, parallel_dims=alone)
+    apply_compile(
+        model, compile_config=CompileConfig(enable=True, backend="eager"), parallel_dims=alone
+    )
+
+
+def test_torchtitan_compiles_our_layers_whole(moe_model):
+    """Layers compiled as on a GPU, but for attention and kernels: a graph break or too many
+    programs would raise. Dense layers and experts, rows of any length, routing replayed and
+    not, with gradient and without."""
+    plain, compiled = titan_model(moe_model), titan_model(moe_model)
+    compile_as_torchtitan_does(compiled)
     for length in (47, 20, 1):
         tokens = TOKENS[:1, :length]
         routing = torch.rand(length, 2, 8, generator=DRAW).argsort(-1)[..., :2]
@@ -110,3 +123,53 @@ def test_torchtitan_compiles_our_layers_whole(moe_model):
                     torch.testing.assert_close(forward(compiled, tokens), forward(plain, tokens))
                 found, expected = (gradients(m, forward(m, tokens)) for m in (compiled, plain))
             assert_same(found, expected)
+
+
+def test_torchtitan_compiles_the_layers_of_a_gpu_whole(moe_model):
+    """Attention by FlashAttention, shared prompts or none, and grouped experts, on fake tensors: a
+    graph break would raise."""
+    trace = FakeTensorMode(allow_non_fake_inputs=True)
+    with pretend_gpus((9, 0)):
+        model = build_on_meta(model_spec(moe_model)).to(torch.bfloat16)
+    compile_as_torchtitan_does(model)
+    with trace:
+        model.to_empty(device="cpu")
+        for documents in ROWS[:2]:
+            tokens, places, plan = inputs_of_a_gpu(trace, documents)
+            model(tokens, places, plan).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_a_gpus_attention_has_a_few_programs_for_all_rows():
+    """With the sizes of the first row, with any number of tokens, and with any number of documents;
+    with shared prompts twice more."""
+    draw, made = random.Random(0), []
+
+    def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable:
+        made.append(graph)
+        return graph.forward
+
+    trace = FakeTensorMode(allow_non_fake_inputs=True)
+    with pretend_gpus((9, 0)):
+        attention = PackedFlashAttention.Config().build()
+    attend = torch.compile(attention, backend=backend, fullgraph=True)
+    for branches in ((), (3, 2)):
+        for _ in range(8):
+            others = [Document(draw.randrange(1, 40)) for _ in range(draw.randrange(4))]
+            documents = [Document(draw.randrange(1, 40), branches), *others]
+            tokens, _, plan = inputs_of_a_gpu(trace, documents)
+            with trace:
+                q, k, v = (torch.empty(*tokens.shape, heads, 16) for heads in (4, 2, 2))
+                attend(q, k, v, attention_masks=plan)
+    assert len(made) <= 5
+
+
+def inputs_of_a_gpu(
+    trace: FakeTensorMode, documents: list[Document]
+) -> tuple[torch.Tensor, torch.Tensor, VarlenPlan]:
+    """Tokens, positions and plan of a packed row."""
+    row = segments(documents)
+    plan, places = varlen_plan(row, "cpu"), positions(row).unsqueeze(0)
+    fake = (trace.from_tensor(t) if isinstance(t, torch.Tensor) else t for t in plan)
+    tokens = torch.zeros_like(places)
+    return trace.from_tensor(tokens), trace.from_tensor(places), VarlenPlan(*fake)

@@ -4,32 +4,38 @@ import json
 import math
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from torchtitan_rl.config import RunConfig, WeightSyncConfig
+from torchtitan_rl.config import RunConfig
 from torchtitan_rl.core.errors import TorchtitanRLError
 from torchtitan_rl.core.plugins import nearest
 from torchtitan_rl.models.hf import atomic_folder, read_hf_config
 from torchtitan_rl.models.makers.tiny import write_tiny_model
 from torchtitan_rl.models.shapes import SHAPES
-from torchtitan_rl.models.trace import Collective, Kind
+from torchtitan_rl.models.trace import Kind
 from torchtitan_rl.platform import DeviceType, assume_device, resolve_dtype, too_few_gpus
 from torchtitan_rl.run.checks import check_shape
 from torchtitan_rl.run.machine import PlannedMachine
+from torchtitan_rl.run.plan_time import (
+    Stage,
+    Sync,
+    generate_stage,
+    planned_transport,
+    syncs,
+    train_stage,
+)
 from torchtitan_rl.run.starting_model import model_folder
 from torchtitan_rl.run.traced import (
-    GeneratorTrace,
     Lengths,
-    TrainerTrace,
+    Traces,
     trace_generator,
     trace_reference,
     trace_trainer,
 )
 from torchtitan_rl.weight_sync.handle import Transport
-from torchtitan_rl.weight_sync.transport import Ends, choose_transport
 
 GIB = 2**30
 CUDA_GIB = 2.5
@@ -38,11 +44,6 @@ workspaces, an engine's CUDA graphs, and what the allocator cannot use."""
 CPU_GIB = {"trainer": 0.45, "generator": 0.55, "reference": 0.45}
 """Memory that each process on a CPU takes beside its tensors: what it imports, and what the
 allocator keeps, as `benchmarks/plan.py` measured it of the first two."""
-OVERLAPPED = ("_allgather_base_", "_reduce_scatter_base_")
-"""Collectives of FSDP, which run beside the computation; it waits for all others."""
-TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
-HOST_GBS = 10.0
-"""10⁹ bytes a second at which one process copies in the memory of its host."""
 
 
 class PlanError(TorchtitanRLError, ValueError):
@@ -66,50 +67,6 @@ class Memory:
     @property
     def total(self) -> int:
         return sum(self.bytes.values())
-
-
-@dataclass(slots=True)
-class Stage:
-    """A stage of a step: what one GPU computes, reads and sends, and how long that takes."""
-
-    name: str
-    flops: float
-    moved_bytes: float
-    wire_bytes: float
-    compute_seconds: float
-    memory_seconds: float
-    wire_seconds: float
-    exposed_seconds: float = 0.0
-    """The part of `wire_seconds` that nothing runs beside."""
-
-    @property
-    def bound(self) -> str:
-        """What takes longest."""
-        times = {
-            "compute": self.compute_seconds,
-            "memory": self.memory_seconds,
-            "wire": self.wire_seconds,
-        }
-        return max(times, key=lambda name: times[name])
-
-    @property
-    def seconds(self) -> float:
-        overlapped = self.wire_seconds - self.exposed_seconds
-        beside = max(self.compute_seconds, self.memory_seconds, overlapped)
-        return beside + self.exposed_seconds
-
-
-@dataclass(slots=True)
-class Sync:
-    """One sync of the weights by a transport."""
-
-    transport: Transport
-    written: int
-    """Bytes that the trainer's ranks write, together."""
-    read: int
-    """Bytes that the generators' workers read, together."""
-    seconds: float | None
-    """None: depends on a file system."""
 
 
 @dataclass(slots=True)
@@ -164,22 +121,6 @@ class Plan:
         for own, stage in zip(found["stages"], self.stages, strict=True):
             own |= {"bound": stage.bound, "seconds": stage.seconds}
         return found
-
-
-@dataclass(slots=True)
-class Traces:
-    """The actors of a run traced, for any number of plans of it."""
-
-    lengths: Lengths
-    trainer: TrainerTrace
-    generator: GeneratorTrace
-    reference: dict[Kind, int]
-    """Bytes by kind; empty: the run has no reference."""
-    element: int
-    """Bytes of a published value."""
-    kv_heads: int
-    seconds: float
-    """How long it took to trace them."""
 
 
 def make_plan(
@@ -307,10 +248,10 @@ def compare(
         kv_expected=expected,
         sequences=sequences,
         stages=[
-            _generate(config, machine, lengths, generator, sequences, utilisation),
-            _train(machine, trainer, utilisation),
+            generate_stage(config, machine, lengths, generator, sequences, utilisation),
+            train_stage(machine, trainer, utilisation),
         ],
-        syncs=list(_syncs(config, machine, traces)),
+        syncs=list(syncs(config, machine, traces)),
         attention_share=trainer.attention_flops / trainer.flops,
         traced_seconds=traces.seconds,
     )
@@ -319,74 +260,53 @@ def compare(
     return plan
 
 
-def planned_transport(config: RunConfig, machine: PlannedMachine) -> Transport:
-    """What would carry the weights between these GPUs; raises ValueError if the setting cannot."""
-    trainer, generators, _ = config.gpus
-    ends = Ends(
-        hosts=frozenset(map(str, machine.hosts([*trainer, *generators]))),
-        device="cpu" if machine.is_cpu else "cuda",
-        trainer_ranks=len(trainer),
-        tensor_parallel=config.generator.tensor_parallel_degree,
-        shared_gpus=len({*trainer} & {*generators}),
-    )
-    return choose_transport(config.trainer.weight_sync, ends)[0]
-
-
 # ---- memory -------------------------------------------------------------------------------------
 
 
 def _memory(
     config: RunConfig, machine: PlannedMachine, traces: Traces, transport: Transport
 ) -> Iterator[Memory]:
-    available = int(machine.gpu.memory_gib * GIB)
+    """Memory of a process of each actor, by kind."""
     engine, cpu = config.generator.engine, machine.is_cpu
     trainer, generator, reference = traces.trainer, traces.generator, traces.reference
     sharing = 1 + (config.colocated and not cpu) * (1 + config.has_reference)
-    others = {}
-    if reference and sharing > 1:
-        others = {"reference": reference["weights"]}  # they stay on the GPU in everybody's turn
-
-    def besides(actor: str) -> int:
-        # Of actors that share a GPU, those that sleep keep this.
-        return int((CPU_GIB[actor] if cpu else CUDA_GIB * sharing) * GIB)
-
+    # It stays on the GPU in everybody's turn.
+    others = {"reference": reference["weights"]} if reference and sharing > 1 else {}
     # Both snapshots of these transports lie where the weights are.
     near = transport in ("collective", "rdma")
-    snapshots = {"snapshots": 2 * trainer.published * traces.element} if near else {}
-    yield Memory(
+
+    def process(actor: str, processes: int, kinds: Mapping[Any, int]) -> Memory:
+        # Of actors that share a GPU, those that sleep keep this.
+        besides = int((CPU_GIB[actor] if cpu else CUDA_GIB * sharing) * GIB)
+        taken = {kind: nbytes for kind, nbytes in kinds.items() if nbytes}
+        available = int(machine.gpu.memory_gib * GIB)
+        return Memory(actor, processes, taken | {"besides": besides}, available)
+
+    yield process(
         "trainer",
         config.trainer.parallelism.world_size,
-        {k: v for k, v in trainer.peak.items() if v}
-        | snapshots
-        | others
-        | {"besides": besides("trainer")},
-        available,
+        {
+            **trainer.peak,
+            "snapshots": 2 * trainer.published * traces.element if near else 0,
+            **others,
+        },
     )
-    # On a CPU vLLM multiplies by packed copies of its matrices. The output layer's own stays, since
-    # the embedding may be the same.
-    packed = {"packed": generator.head} if cpu else {}
-    received = {"received": generator.weights} if transport == "collective" else {}
-    yield Memory(
+    yield process(
         "generator",
         config.generator.replicas * config.generator.tensor_parallel_degree,
         {
             "weights": generator.weights,
-            **packed,
-            **received,
+            # On a CPU vLLM multiplies by packed copies of its matrices. The output layer's own
+            # stays, since the embedding may be the same.
+            "packed": generator.head if cpu else 0,
+            "received": generator.weights if transport == "collective" else 0,
             "KV cache": int(engine.kv_cache_gib * GIB),
             "activations": generator.activations,
             **others,
-            "besides": besides("generator"),
         },
-        available,
     )
     if reference:
-        yield Memory(
-            "reference",
-            config.trainer.reference.parallelism.world_size,
-            {k: v for k, v in reference.items() if v} | {"besides": besides("reference")},
-            available,
-        )
+        yield process("reference", config.trainer.reference.parallelism.world_size, reference)
 
 
 def _host_bytes(
@@ -459,100 +379,6 @@ def _fix(config: RunConfig, plan: Plan, memory: Memory, traces: Traces, over: in
     needed = degree * sharded / (memory.available - rest)
     more = 2 ** math.ceil(math.log2(max(needed, degree + 1)))
     return f"--trainer.parallelism.data_parallel_shard_degree {more}"
-
-
-# ---- time ---------------------------------------------------------------------------------------
-
-
-def _train(machine: PlannedMachine, trainer: TrainerTrace, utilisation: float) -> Stage:
-    gpu = machine.gpu
-    calls = list(trainer.collectives())
-    exposed = [call for call in calls if call[0].name not in OVERLAPPED]
-    return Stage(
-        "train",
-        flops=trainer.flops,
-        moved_bytes=trainer.moved_bytes,
-        wire_bytes=sum(times * collective.wire_bytes for collective, times in calls),
-        compute_seconds=trainer.flops / (gpu.tflops * 1e12 * utilisation),
-        memory_seconds=trainer.moved_bytes / (gpu.memory_gbs * 1e9),
-        wire_seconds=sum(times * _wire_seconds(machine, one) for one, times in calls),
-        exposed_seconds=sum(times * _wire_seconds(machine, one) for one, times in exposed),
-    )
-
-
-def _wire_seconds(machine: PlannedMachine, collective: Collective, *, first: int = 0) -> float:
-    away = machine.spans_hosts(collective.ranks, first=first)
-    rate = machine.gpu.network_gbs if away else machine.gpu.link_gbs
-    return collective.wire_bytes / (rate * 1e9)
-
-
-def _generate(
-    config: RunConfig,
-    machine: PlannedMachine,
-    lengths: Lengths,
-    generator: GeneratorTrace,
-    sequences: int,
-    utilisation: float,
-) -> Stage:
-    """All samples of a step, on one GPU of each generator. The prompt of a group is prefilled once;
-    every iteration reads the weights, and of each sequence its part of the KV cache."""
-    gpu, replicas = machine.gpu, config.generator.replicas
-    prompts = config.prompts_per_step / replicas
-    samples = prompts * config.samples_per_prompt
-    sampled = samples * lengths.completion
-    seen = lengths.prompt + lengths.completion / 2  # by a sampled token, on average
-    flops = prompts * (
-        lengths.prompt * generator.token_flops + lengths.prompt**2 * generator.pair_flops
-    ) + sampled * (generator.token_flops + generator.logit_flops + seen * generator.pair_flops)
-    iterations = math.ceil(samples / sequences) * lengths.completion
-    moved = iterations * generator.weights + sampled * seen * generator.kv_bytes_per_token
-    tokens = prompts * lengths.prompt + sampled
-    scale = tokens / generator.prefill_tokens
-    first = config.trainer.parallelism.world_size
-    wire = sum(_wire_seconds(machine, one, first=first) for one in generator.collectives)
-    return Stage(
-        "generate",
-        flops=flops,
-        moved_bytes=moved,
-        wire_bytes=scale * sum(one.wire_bytes for one in generator.collectives),
-        compute_seconds=flops / (gpu.tflops * 1e12 * utilisation),
-        memory_seconds=moved / (gpu.memory_gbs * 1e9),
-        wire_seconds=scale * wire,
-        exposed_seconds=scale * wire,
-    )
-
-
-def _syncs(config: RunConfig, machine: PlannedMachine, traces: Traces) -> Iterator[Sync]:
-    """Bytes of a sync of all weights by each transport that the run could use."""
-    for transport in TRANSPORTS:
-        settings = WeightSyncConfig(transport=transport)
-        try:
-            planned_transport(
-                replace(config, trainer=replace(config.trainer, weight_sync=settings)), machine
-            )
-        except ValueError:  # it cannot be used between these GPUs
-            continue
-        yield _sync(config, machine, traces, transport)
-
-
-def _sync(config: RunConfig, machine: PlannedMachine, traces: Traces, transport: Transport) -> Sync:
-    whole = traces.trainer.parameters * traces.element
-    share = traces.trainer.published * traces.element
-    degree, replicas = config.generator.tensor_parallel_degree, config.generator.replicas
-    workers, gpu = degree * replicas, machine.gpu
-    to_host, from_host = share / (gpu.pcie_gbs * 1e9), whole / degree / (gpu.pcie_gbs * 1e9)
-    seconds: float | None
-    if transport == "collective":
-        # Each worker receives its slice only, from the GPUs that have it.
-        seconds = whole / degree / (gpu.link_gbs * 1e9)
-        return Sync(transport, whole * replicas, whole * replicas, seconds)
-    if transport == "file":
-        return Sync(transport, whole, whole * workers, None)
-    if transport == "shm":
-        seconds = to_host + whole / (HOST_GBS * 1e9) + from_host
-        return Sync(transport, whole, whole * workers, seconds)
-    network = whole * workers / (min(machine.per_host, workers) * gpu.network_gbs * 1e9)
-    return Sync(transport, whole, whole * workers, to_host + network + from_host)
 
 
 def _notes(config: RunConfig, plan: Plan) -> Iterator[str]:

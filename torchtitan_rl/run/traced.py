@@ -142,6 +142,22 @@ class GeneratorTrace:
     prefill_tokens: int
 
 
+@dataclass(slots=True)
+class Traces:
+    """The actors of a run traced, for any number of plans of it."""
+
+    lengths: Lengths
+    trainer: TrainerTrace
+    generator: GeneratorTrace
+    reference: dict[Kind, int]
+    """Bytes by kind; empty: the run has no reference."""
+    element: int
+    """Bytes of a published value."""
+    kv_heads: int
+    seconds: float
+    """How long it took to trace them."""
+
+
 # ---- the trainer --------------------------------------------------------------------------------
 
 
