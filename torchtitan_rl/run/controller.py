@@ -47,6 +47,7 @@ from torchtitan_rl.observability.run_folder import RunFolder
 from torchtitan_rl.observability.run_lock import RunLock
 from torchtitan_rl.observability.sinks import open_metrics_log, read_metrics
 from torchtitan_rl.observability.timeline import Timeline
+from torchtitan_rl.platform.garbage import rare_collections
 from torchtitan_rl.rollout.batch_filter import BatchFilter
 from torchtitan_rl.rollout.discards import take_discarded_records
 from torchtitan_rl.rollout.episodes import annotate, has_signal, make_batch
@@ -150,6 +151,7 @@ class Controller:
         self.failures = FailureReporter(self.folder)
         self.samples = SampleReporter(on=config.log.samples)
         self.interrupted = asyncio.Event()
+        self.while_it_runs = contextlib.ExitStack()
 
     # ---- the run ------------------------------------------------------------------------------
 
@@ -446,6 +448,7 @@ class Controller:
                 console.print(f"forked from {source}: continuing after its steps", markup=False)
             self.policy_version = await self.sync.now()
             self.stream = self.make_stream()
+            self.while_it_runs.enter_context(rare_collections())
         except BaseException:
             await self.__aexit__()
             raise
@@ -469,4 +472,5 @@ class Controller:
         await self.sync.close()
         await self.actors.stop()
         self.timeline.close()
+        self.while_it_runs.close()
         self.lock.release()
