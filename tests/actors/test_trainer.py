@@ -44,6 +44,7 @@ from torchtitan_rl.observability.json_lines import read_lines
 from torchtitan_rl.observability.run_folder import find_checkpoints
 from torchtitan_rl.rollout.episodes import make_episodes
 from torchtitan_rl.run.launch import describe
+from torchtitan_rl.supervision.ranks import call_ranks
 from torchtitan_rl.supervision.spawn import (
     SpawnedTrainer,
     per_rank,
@@ -143,7 +144,7 @@ async def gradients(trainer, episodes, *, dp_degree, budget, loss=None, share=Fa
     grid = make_grid(
         episodes, dp_degree=dp_degree, tokens_per_microbatch=budget, share_prompts=share
     )
-    return per_rank(await trainer.gradients.call(grid, loss=loss))[0]
+    return (await call_ranks(trainer, "gradients", grid, loss=loss))[0]
 
 
 def relative_difference(left, right) -> float:
@@ -265,7 +266,7 @@ async def test_the_total_that_is_logged_is_what_is_minimised(trainers, tiny_mode
     expected = {"loss/policy": policy, "loss/echo": echoed, "loss/total": policy + echoed}
     for actor, ranks in zip(trainers, (1, 2, 2), strict=True):
         grid = make_grid(episodes, dp_degree=ranks, tokens_per_microbatch=64)
-        logged = flatten(merge_metrics(per_rank(await actor.measure.call(grid))))
+        logged = flatten(merge_metrics(await call_ranks(actor, "measure", grid)))
         assert {name: logged[name] for name in expected} == pytest.approx(expected, rel=1e-4)
         assert logged["echo_tokens"] == len(echo)
 
@@ -326,7 +327,7 @@ async def test_a_gradient_that_is_not_finite_changes_nothing(trainer):
     cell = single(episode())
     before = per_rank(await trainer.logprobs.call(cell))[0]
     with pytest.raises(ActorError, match="gradient norm is nan") as caught:
-        await trainer.train_step.call(grid)
+        await call_ranks(trainer, "train_step", grid)
     assert "the advantages are not finite in 2 of 2 tokens, the first of them inf" in str(
         caught.value
     )
@@ -342,7 +343,13 @@ async def test_what_is_not_finite_on_one_rank_is_named_by_all(two_ranks):
     episodes[1] = episodes[1].with_columns(advantage=math.nan)
     grid = make_grid(episodes, dp_degree=2, tokens_per_microbatch=8)
     with pytest.raises(ActorError, match=r"advantages .* nan in sums/train/7/3/0"):
-        await two_ranks.train_step.call(grid)
+        await call_ranks(two_ranks, "train_step", grid)
+
+
+async def test_the_cells_of_another_rank_are_refused(trainer):
+    grid = make_grid([episode()] * 2, dp_degree=2, tokens_per_microbatch=8)
+    with pytest.raises(ActorError, match="rank 0 was sent the cells of rank 1"):
+        await trainer.train_step.call(grid.of_rank(1))
 
 
 EVERYTHING = LossConfig(
@@ -367,7 +374,7 @@ async def test_a_microbatch_waits_for_no_gpu(trainer):
         for i, e in enumerate(with_echo(random_episodes(9, longest=40, seed=4)))
     ]
     grid = make_grid(episodes, dp_degree=1, tokens_per_microbatch=64)
-    [(reads, _)] = per_rank(await trainer.count.call(grid, loss=EVERYTHING))
+    [(reads, _)] = await call_ranks(trainer, "count", grid, loss=EVERYTHING)
     assert len(grid.cells) > 2
     assert {who for who in reads if not who.startswith("models/cpu/")} == {
         "models/rank.py _trained",  # which tokens train
@@ -386,10 +393,10 @@ async def test_gradients_are_added_up_after_every_microbatch_or_after_the_last(t
     seen, found = {}, {}
     for sync in ("every_microbatch", "last_microbatch"):
         await two_ranks.change.call(gradient_sync=sync)
-        counts = [collectives for _, collectives in per_rank(await two_ranks.count.call(grid))]
+        counts = [collectives for _, collectives in await call_ranks(two_ranks, "count", grid)]
         assert counts[0] == counts[1]  # or the ranks would wait for each other
         seen[sync] = counts[0]
-        found[sync] = per_rank(await two_ranks.gradients.call(grid))[0]
+        found[sync] = (await call_ranks(two_ranks, "gradients", grid))[0]
     groups = 3 + 2  # the layers, the embedding with the head, and what is left: none
     cells = len(grid.cells)
     assert cells > 3
@@ -417,7 +424,7 @@ async def test_an_error_halfway_leaves_no_gradient_behind(trainer, two_ranks, ra
     fine = random_episodes(5, longest=9)
     before = await gradients(actor, fine, dp_degree=ranks, budget=64)
     with pytest.raises(ActorError, match="two tokens"):
-        await actor.gradients.call(grid, loss=fails)
+        await call_ranks(actor, "gradients", grid, loss=fails)
     after = await gradients(actor, fine, dp_degree=ranks, budget=64)
     assert all(torch.equal(before[name], after[name]) for name in before)
 
@@ -426,7 +433,7 @@ async def test_a_loss_that_fails_in_training_has_file_line_and_step_on_the_conso
     grid = make_grid([episode()], dp_degree=1, tokens_per_microbatch=64)
     loss = LossConfig(name="tests.algorithms.late_losses:raises")
     with pytest.raises(ActorError) as caught, noting("in step 7"):
-        await trainer.gradients.call(grid, loss=loss)
+        await call_ranks(trainer, "gradients", grid, loss=loss)
     assert re.fullmatch(
         r"loss 'tests.algorithms.late_losses:raises' raised KeyError: 'two tokens' "
         r"\(/.*/late_losses\.py:11\), on a microbatch of 2 tokens \(in step 7\)",
@@ -441,7 +448,7 @@ async def test_the_reference_stays_and_reads_back_in_order(trainer, tiny_model):
     reference = await spawn_reference(config, model=str(tiny_model))
     episodes = random_episodes(7, longest=30)
     grid = make_grid(episodes, dp_degree=2, tokens_per_microbatch=64)
-    completions = grid.read_back(per_rank(await reference.actor.logprobs.call(grid)))
+    completions = grid.read_back(await call_ranks(reference.actor, "logprobs", grid))
     for e, logprobs in zip(episodes, completions, strict=True):
         alone = per_rank(await trainer.logprobs.call(single(e)))[0]
         assert torch.isnan(alone[: len(e.prompt_token_ids)]).all()
@@ -487,7 +494,7 @@ async def test_metrics_of_two_ranks_merge_to_those_of_one(trainer, two_ranks):
     values = []
     for ranks, actor in ((1, trainer), (2, two_ranks)):
         grid = make_grid(episodes, dp_degree=ranks, tokens_per_microbatch=128)
-        metrics = [per_rank(await actor.train_step.call(grid)) for _ in range(2)]
+        metrics = [await call_ranks(actor, "train_step", grid) for _ in range(2)]
         rows = [flatten(merge_metrics(m)) for m in metrics]
         values.append([{k: v for k, v in row.items() if "seconds" not in k} for row in rows])
     for one, two in zip(*values, strict=True):
@@ -519,7 +526,7 @@ async def test_the_share_of_echo_is_about_that_of_its_gradient(trainer, scale):
         found = await gradients(trainer, its, dp_degree=1, budget=4096)
         norms[term] = torch.cat([g.flatten() for g in found.values()]).norm().item()
     grid = make_grid(episodes, dp_degree=1, tokens_per_microbatch=128)
-    logged = flatten(per_rank(await trainer.train_step.call(grid))[0])
+    logged = flatten((await call_ranks(trainer, "train_step", grid))[0])
     echo = logged["echo_factor"] * norms["echo"]
     # Of alphas as they are: 0.005, 0.12 and 0.94 against 0.008, 0.25 and 0.91. It is an estimate,
     # and the weights are random.
@@ -532,7 +539,7 @@ async def test_a_resumed_trainer_goes_on_as_if_it_had_not_stopped(trainer, tiny_
     grid = make_grid(episodes, dp_degree=1, tokens_per_microbatch=4096)
 
     async def steps(actor, count):
-        rows = [flatten((per_rank(await actor.train_step.call(grid)))[0]) for _ in range(count)]
+        rows = [flatten((await call_ranks(actor, "train_step", grid))[0]) for _ in range(count)]
         return [row | {"sync/blocked_seconds": 0.0} for row in rows]
 
     folder = checkpoints / "one"
@@ -567,7 +574,7 @@ async def test_later_updates_of_a_batch_know_the_policy_it_started_with(trainer)
     grid = make_grid(random_episodes(6, longest=20), dp_degree=1, tokens_per_microbatch=256)
     version = per_rank(await trainer.publish_weights.call())[0].version
     once, thrice = [
-        flatten(merge_metrics(per_rank(await trainer.train_step.call(*[grid] * times))))
+        flatten(merge_metrics(await call_ranks(trainer, "train_step", *[grid] * times)))
         for times in (1, 3)
     ]
     # At the first update the ratio is 1 everywhere. Steps this large leave the trust region.
@@ -589,7 +596,7 @@ async def test_every_rank_exports_the_tokens_it_trained(trainers, tokens_folder)
         options = {"dp_degree": ranks, "tokens_per_microbatch": 64, "share_prompts": True}
         grids = [make_grid(part, **options) for part in (episodes[:6], episodes[6:])]
         before = per_rank(await actor.logprobs.call(single(episodes[0])))[0]
-        await actor.train_step.call(*grids, step=5)
+        await call_ranks(actor, "train_step", *grids, step=5)
         await actor.save.call(5)  # by then it is on disk
         files = sorted((tokens_folder / name).glob("step-000005-*"))
         assert [file.name[-12:] for file in files] == [f"rank-{r}.jsonl" for r in range(ranks)]
@@ -657,7 +664,7 @@ async def publish(trainer, **options):
 
 
 async def train(trainer):
-    return flatten(merge_metrics(per_rank(await trainer.train_step.call(TWO_EPISODES))))
+    return flatten(merge_metrics(await call_ranks(trainer, "train_step", TWO_EPISODES)))
 
 
 async def test_a_step_begins_beside_the_snapshot_and_does_not_get_into_it(slow):

@@ -1,5 +1,6 @@
 """The grid of microbatches: nothing lost, nothing changed, the same work for every rank."""
 
+import pickle
 from collections import Counter
 from random import Random
 
@@ -276,6 +277,39 @@ def test_the_metrics_of_a_step_are_those_of_all_its_grids():
         "padding_share": pytest.approx((0 + 2 / 3 + 0) / 3),
         "shared_share": pytest.approx(2 / 22),
     }
+
+
+@settings(deadline=None)
+@given(batch=batches())
+def test_what_the_ranks_are_sent_is_the_grid_and_nothing_twice(batch):
+    episodes, sizes = batch
+    grid = make_grid(episodes, **sizes)
+    assert grid.dp_degree == sizes["dp_degree"]
+    sent = [pickle.loads(pickle.dumps(grid.of_rank(r))) for r in range(grid.dp_degree)]
+    assert [part.dp_rank for part in sent] == list(range(grid.dp_degree))
+    again = [list(row) for row in zip(*(part.cells for part in sent), strict=True)]
+    for row, found in zip(grid.cells, again, strict=True):
+        for cell, other in zip(row, found, strict=True):
+            assert cell.documents == other.documents
+            assert (cell.real, cell.tasks, cell.names) == (other.real, other.tasks, other.names)
+            assert cell.streams.keys() == other.streams.keys()
+            for name, stream in cell.streams.items():
+                same(other.streams[name], stream)
+    # Losses are divided by the tokens of all ranks, whichever a rank has.
+    assert {(part.loss_tokens, part.echo_tokens) for part in sent} == {
+        (grid.loss_tokens, grid.echo_tokens)
+    }
+    assert grid.loss_tokens == sum(
+        int(cell.streams["loss_mask"].sum()) for part in sent for cell in part.cells
+    )
+
+
+def test_a_rank_is_sent_as_much_however_many_ranks_there_are():
+    sent = {}
+    for ranks in (1, 4, 16):
+        grid = make_grid([sized(4, 12)] * 3 * ranks, dp_degree=ranks, tokens_per_microbatch=16)
+        sent[ranks] = {len(pickle.dumps(grid.of_rank(rank))) for rank in range(ranks)}
+    assert max(map(max, sent.values())) - min(map(min, sent.values())) <= 8  # larger numbers
 
 
 @pytest.mark.parametrize(

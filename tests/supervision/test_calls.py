@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from torchtitan_rl.core.waiting import Clock, Interrupted, interruptible, together
-from torchtitan_rl.supervision.calls import call_with_deadline
+from torchtitan_rl.supervision.calls import WorkerDiedError, call_with_deadline
 
 
 async def value(result):
@@ -60,6 +60,31 @@ async def test_a_timeout_of_the_actors_own_is_not_taken_for_the_deadline():
         await call_with_deadline(
             "anyone", failure(TimeoutError("the actor's own")), deadline_seconds=3600
         )
+
+
+async def test_the_death_of_who_should_reply_ends_the_wait():
+    seen, gone = [], asyncio.get_running_loop().create_future()
+    calls = [
+        asyncio.ensure_future(
+            call_with_deadline("the grader to grade", forever(seen), deadline_seconds=60, gone=gone)
+        )
+        for _ in range(3)
+    ]
+    while len(seen) < 3:
+        await asyncio.sleep(0)
+    gone.set_result(None)
+    for call in calls:
+        with pytest.raises(WorkerDiedError, match="waiting for the grader to grade, it died"):
+            await call
+    assert seen == ["started"] * 3 + ["cancelled"] * 3
+
+
+async def test_a_reply_counts_though_who_gave_it_has_died():
+    gone = asyncio.get_running_loop().create_future()
+    reply = asyncio.ensure_future(value(7))
+    await reply
+    gone.set_result(None)
+    assert await call_with_deadline("anyone", reply, deadline_seconds=60, gone=gone) == 7
 
 
 async def test_a_stop_interrupts_and_drops_the_work():

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -324,7 +325,58 @@ def test_groups_come_home_until_the_weights_change():
     in_virtual_time(world, 2, scenario)
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0])
+def test_a_thousand_generators_share_the_work_evenly():
+    world = World(longest=0.0)
+
+    async def scenario(generators):
+        prompts = [[1000 + i] for i in range(2500)]
+        assert len(await sample(generators, prompts, n=1)) == 2500
+        assert {number for number, _ in world.calls} == set(range(1000))
+        assert Counter(len(names) for _, names in world.calls) == {3: 500, 2: 500}
+        # Later turns go where their group is, however loaded; new groups to who has least.
+        world.calls.clear()
+        again = asyncio.create_task(sample(generators, prompts[:30], n=1))
+        await asyncio.sleep(0)
+        await sample(generators, prompts[:970], n=1, name="another")
+        await again
+        assert len({number for number, _ in world.calls}) == 1000
+
+    in_virtual_time(world, 1000, scenario)
+
+
+def test_a_call_looks_at_no_processes_but_those_of_its_generator(monkeypatch):
+    world, looked = World(longest=0.0), Counter()
+    alive = Process.alive.fget
+
+    def counted(process):
+        looked[process.number] += 1
+        return alive(process)
+
+    async def scenario(generators):
+        monkeypatch.setattr(Process, "alive", property(counted))
+        for i in range(100):
+            await sample(generators, [[1000 + i]], n=1, name=f"call {i}")
+        monkeypatch.undo()
+        assert looked.keys() == {number for number, _ in world.calls}
+        assert sum(looked.values()) <= 2 * len(world.calls)  # and once by the fake itself
+
+    in_virtual_time(world, 1000, scenario)
+
+
+def test_a_generator_that_has_just_died_is_not_called():
+    world = World(longest=0.0)
+
+    async def scenario(generators):
+        generators.pool.replicas[0].spawned.die()
+        assert len(await sample(generators, [[i] for i in range(4)])) == 8
+        assert generators.pool.deaths.total == 1
+        assert all(process.alive for process in world.made if process.number)
+        assert {number for number, _ in world.calls} == {1, 2}
+
+    in_virtual_time(world, 3, scenario)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.5, 1.0, 1.5, 2.0, 2.5])
 def test_stop_ends_what_is_being_replaced_and_starts_no_more(seconds):
     world = World(seed=3, longest=3.0)
 
@@ -333,7 +385,7 @@ def test_stop_ends_what_is_being_replaced_and_starts_no_more(seconds):
         await asyncio.sleep(0)
         for replica in generators.pool.replicas:
             replica.spawned.die()
-        await asyncio.sleep(0.5 + seconds)
+        await asyncio.sleep(seconds)
         await generators.stop()
         with pytest.raises(ActorsDiedError, match="were stopped"):
             await waiting

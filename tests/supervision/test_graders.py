@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 
 from tests.low_tokens import Deadly
 from tests.support import low_tokens, small_engine
@@ -18,7 +19,6 @@ from torchtitan_rl.core.types import Completion
 from torchtitan_rl.observability.json_lines import read_lines
 from torchtitan_rl.run.controller import Controller
 from torchtitan_rl.supervision import pool as module
-from torchtitan_rl.supervision.calls import WorkerDiedError
 from torchtitan_rl.supervision.graders import Graders
 from torchtitan_rl.supervision.pool import ActorsDiedError
 from torchtitan_rl.supervision.spawn import spawn_grader
@@ -60,7 +60,9 @@ async def test_the_group_that_kills_is_found_and_the_others_are_graded(graders):
         "reward function of task 'deadly', group b ended the grader's process, which exited with "
         "non-zero code 3"
     )
-    assert "group d ended the grader's process, which failed: Killed(sig=11)" in str(given[3])
+    assert "group d ended the grader's process, which was killed by signal 11 (SIGSEGV)" in str(
+        given[3]
+    )
     assert graders.pool.take_deaths() == 3
     assert graders.pool.take_deaths() == 0
     assert len(pids(graders)) <= 1
@@ -86,10 +88,13 @@ async def test_death_is_noticed_also_if_nobody_says_so(graders, monkeypatch):
     real = module.call_with_deadline
 
     async def silent_when_dead(what, call, **how):
-        try:
-            return await real(what, call, **how)
-        except WorkerDiedError:
-            await asyncio.Event().wait()
+        async def reply():
+            try:
+                return await call
+            except SupervisionError:
+                await asyncio.Event().wait()
+
+        return await real(what, reply(), **how)
 
     monkeypatch.setattr(module, "call_with_deadline", silent_when_dead)
     [error] = await graders.rewards([ungraded("a", "exit")])

@@ -26,6 +26,19 @@ from torchtitan_rl.supervision.exits import Exit
 from torchtitan_rl.supervision.spawn import spawn_grader
 from torchtitan_rl.tasks.sum_digits import SumDigits
 
+
+def test_a_process_has_ended_before_and_after_it_is_collected():
+    child = subprocess.Popen(["sleep", "60"])
+    process = psutil.Process(child.pid)
+    assert not processes.has_ended(process)
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert processes.has_ended(process)
+    child.wait()
+    assert processes.has_ended(process)
+    assert not processes.has_ended(psutil.Process(os.getppid()))  # no child
+
+
 SPAWN_A_GRADER = """
 import asyncio, os
 from torchtitan_rl.supervision.spawn import end_all_processes, spawn_grader

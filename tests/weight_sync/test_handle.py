@@ -1,9 +1,16 @@
 """Handles: merging what ranks have published, and knowing what a reader has to load."""
 
+import itertools
 import pickle
+import sys
+from dataclasses import replace
+from math import prod
+from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from torchtitan_rl.weight_sync.handle import (
     Part,
@@ -63,6 +70,172 @@ def test_ranks_that_have_all_of_every_tensor_between_them_merge():
 def test_ranks_that_do_not_fit_are_named(ranks, error, said):
     with pytest.raises(error, match=said):
         merge_handles(ranks)
+
+
+def boxed(start, shape, whole=(4, 6)):
+    return Slot("w", whole, start, shape, torch.float32, 0, 4 * prod(shape))
+
+
+PINWHEEL = [
+    ((0, 0), (1, 4)),
+    ((0, 4), (3, 2)),
+    ((3, 2), (1, 4)),
+    ((1, 0), (3, 2)),
+    ((1, 2), (2, 2)),
+]
+"""No cut goes through the whole tensor."""
+
+
+@pytest.mark.parametrize(
+    ("boxes", "fits"),
+    [
+        (PINWHEEL, True),
+        ([((0, 0), (4, 6))], True),
+        ([((0, 0), (4, 3)), ((0, 3), (2, 3)), ((2, 3), (2, 3))], True),
+        ([((0, 0), (2, 6)), ((2, 0), (0, 6)), ((2, 0), (2, 6))], True),  # a rank has no rows
+        (PINWHEEL[:-1], False),  # a hole in the middle
+        (PINWHEEL[1:], False),  # a corner is missing
+        ([*PINWHEEL, ((1, 2), (2, 2))], False),  # the middle twice
+        ([*PINWHEEL[:-1], ((1, 2), (1, 2)), ((1, 2), (1, 2))], False),  # as many, one row twice
+        ([((0, 0), (4, 6)), ((0, 0), (4, 6))], False),
+        ([((0, 0), (2, 6)), ((3, 0), (2, 6))], False),  # as many elements, one row too far
+        ([((-1, 0), (2, 6)), ((1, 0), (3, 6))], False),
+        ([((0, 0), (2, 3)), ((2, 3), (2, 3))], False),  # they touch at a corner
+        ([((0, 0), (3, 6)), ((2, 0), (1, 6))], False),
+    ],
+)
+def test_boxes_fit_by_table(boxes, fits):
+    ranks = [handle([boxed(*box)]) for box in boxes]
+    if fits:
+        assert len(merge_handles(ranks).slots) == len(boxes)
+    else:
+        with pytest.raises(WrongWeightsError, match=r"'w' has 24 elements.*do not fit"):
+            merge_handles(ranks)
+
+
+@settings(deadline=None)
+@given(
+    whole=st.lists(st.integers(1, 4), max_size=3).map(tuple),
+    cuts=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 4), st.integers(0, 7)), max_size=5),
+    moved=st.none() | st.tuples(st.integers(0, 7), st.integers(0, 2), st.sampled_from((-1, 1))),
+    again=st.none() | st.integers(0, 7),
+)
+def test_boxes_fit_just_if_each_element_is_in_one_of_them(whole, cuts, moved, again):
+    """Boxes cut at random, then perhaps one moved, and one there twice."""
+    boxes = [((0,) * len(whole), whole)]
+    for dim, at, number in cuts:
+        start, shape = boxes[number % len(boxes)]
+        if dim < len(whole) and at <= shape[dim]:
+            boxes.remove((start, shape))
+            boxes.append((start, (*shape[:dim], at, *shape[dim + 1 :])))
+            rest = (*start[:dim], start[dim] + at, *start[dim + 1 :])
+            boxes.append((rest, (*shape[:dim], shape[dim] - at, *shape[dim + 1 :])))
+    if moved and moved[1] < len(whole):
+        number, dim, by = moved
+        start, shape = boxes.pop(number % len(boxes))
+        boxes.append(((*start[:dim], start[dim] + by, *start[dim + 1 :]), shape))
+    if again is not None:
+        boxes.append(boxes[again % len(boxes)])
+    elements = [
+        element
+        for start, shape in boxes
+        for element in itertools.product(
+            *(range(a, a + n) for a, n in zip(start, shape, strict=True))
+        )
+    ]
+    fits = sorted(elements) == list(itertools.product(*map(range, whole)))
+    try:
+        merge_handles([handle([boxed(*box, whole)]) for box in boxes])
+    except WrongWeightsError:
+        assert not fits
+    else:
+        assert fits
+
+
+def many_ranks(count, *, of=None, without=()):
+    """Handles of ranks that have a row each of one tensor, and two columns each of another."""
+    of = of or count
+    return [
+        handle(
+            [
+                Slot("rows", (of, 8), (rank, 0), (1, 8), torch.float32, 0, 32),
+                Slot("columns", (4, 2 * of), (0, 2 * rank), (4, 2), torch.float32, 0, 32),
+            ]
+        )
+        for rank in range(count)
+        if rank not in without
+    ]
+
+
+def bytecodes(call):
+    """Number of Python instructions that a call runs."""
+    count = 0
+
+    def trace(frame, event, _argument):
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def test_the_work_of_a_check_grows_as_the_ranks():
+    few, many = (bytecodes(lambda ranks=many_ranks(n): merge_handles(ranks)) for n in (16, 128))
+    assert many < 8.5 * few
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [
+        (many_ranks(1024, without={700}), r"'rows' has 8192 elements.* 8184 of them.*1015 more"),
+        (many_ranks(1025, of=1024), r"'rows' has 8192 elements.* 8200 of them"),
+        (
+            [*many_ranks(1024, without={700}), *many_ranks(8, of=1024)[:1]],
+            r"'rows' has 8192 elements.* 8192 of them",
+        ),
+    ],
+)
+def test_among_a_thousand_ranks_a_gap_and_an_overlap_are_found(ranks, said):
+    assert len(merge_handles(many_ranks(1024)).slots) == 2048
+    with pytest.raises(WrongWeightsError, match=said):
+        merge_handles(ranks)
+
+
+def test_the_slots_of_a_rank_are_pickled_by_that_rank_alone(monkeypatch):
+    """Not by the controller, for each of its generators."""
+    merged = merge_handles([pickle.loads(pickle.dumps(rank)) for rank in many_ranks(3)])
+    only_reads = SimpleNamespace(loads=pickle.loads)
+    monkeypatch.setattr("torchtitan_rl.weight_sync.handle.pickle", only_reads)
+    assert pickle.loads(pickle.dumps(merged)) == merged
+    with pytest.raises(AttributeError, match="dumps"):
+        pickle.dumps(many_ranks(1))
+
+
+def test_slots_that_were_checked_are_not_checked_again():
+    def published(number, count=64):
+        ranks = many_ranks(count, of=64)
+        ranks = [replace(r, parts=(replace(r.parts[0], number=number),)) for r in ranks]
+        return [pickle.loads(pickle.dumps(rank)) for rank in ranks]
+
+    first = merge_handles(published(1))
+    second = published(2)
+    once = bytecodes(lambda: merge_handles(second))
+    assert bytecodes(lambda: merge_handles(second, last=first)) < once / 2
+    assert merge_handles(second, last=first).parts[0].number == 2
+    for others in (
+        published(3, 63),
+        [*published(3, 63), *published(3, 1)],
+        published(3)[::-1][:63],
+    ):
+        with pytest.raises(WrongWeightsError, match="'rows' has 512 elements"):
+            merge_handles(others, last=first)
 
 
 LAYER = "model.layers.3"

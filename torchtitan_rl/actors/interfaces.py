@@ -34,7 +34,7 @@ from torchtitan_rl.tasks.tools.tool import ToolCall, ToolFailure
 if TYPE_CHECKING:  # the grader's process has no torch
     import torch
 
-    from torchtitan_rl.batching.grid import Grid
+    from torchtitan_rl.batching.grid import RankCells
     from torchtitan_rl.core.metrics import Metrics
     from torchtitan_rl.weight_sync.handle import Transport, WeightHandle
 
@@ -243,12 +243,12 @@ class TrainerProtocol(Protocol):
         """Number of the run's steps that were done when the loaded weights were saved."""
         ...
 
-    async def train_step(self, *grids: "Grid", step: int = 0) -> "Metrics":
-        """One optimizer step per grid; returns this rank's measurements."""
+    async def train_step(self, *grids: "RankCells", step: int = 0) -> "Metrics":
+        """One optimizer step on this rank's cells of each grid; returns its measurements."""
         ...
 
-    async def measure(self, grid: "Grid") -> "Metrics":
-        """What a step on the grid would measure; nothing is trained."""
+    async def measure(self, grid: "RankCells") -> "Metrics":
+        """What a step on these cells would measure; nothing is trained."""
         ...
 
     async def publish_weights(
@@ -288,8 +288,8 @@ class ReferenceProtocol(Protocol):
     async def setup(self) -> None:
         """Load the model."""
 
-    async def logprobs(self, grid: "Grid") -> "list[torch.Tensor]":
-        """[tokens] logprobs for each cell of this rank's column of the grid."""
+    async def logprobs(self, grid: "RankCells") -> "list[torch.Tensor]":
+        """[tokens] logprobs for each of this rank's cells of a grid."""
         ...
 
 

@@ -5,7 +5,7 @@ from typing import TypeAlias
 import torch
 from monarch.actor import Actor, endpoint
 
-from torchtitan_rl.batching.grid import Grid
+from torchtitan_rl.batching.grid import RankCells
 from torchtitan_rl.config.reference import ReferenceConfig
 
 
@@ -14,7 +14,7 @@ class Reference(Actor):
 
     Example:
         reference = await spawn_reference(Reference.Config(), model="models/tiny")
-        columns = per_rank(await reference.actor.logprobs.call(grid))
+        columns = await call_ranks(reference.actor, "logprobs", grid)
     """
 
     Config: TypeAlias = ReferenceConfig
@@ -37,6 +37,7 @@ class Reference(Actor):
         self.rank.model.requires_grad_(False)
 
     @endpoint
-    async def logprobs(self, grid: Grid) -> list[torch.Tensor]:
-        """For each cell of this rank's column: [tokens] logprobs of the tokens that train."""
-        return [self.rank.logprobs(row[self.rank.dp_rank]) for row in grid.cells]
+    async def logprobs(self, grid: RankCells) -> list[torch.Tensor]:
+        """For each cell of this rank: [tokens] logprobs of the tokens that train."""
+        self.rank.check_own(grid)
+        return [self.rank.logprobs(cell) for cell in grid.cells]

@@ -27,7 +27,7 @@ from torchtitan_rl.core.types import Completion
 from torchtitan_rl.weight_sync.handle import WeightHandle
 
 if TYPE_CHECKING:
-    from torchtitan_rl.batching.grid import Grid
+    from torchtitan_rl.batching.grid import RankCells
 
 VOCABULARY = range(250)
 """Tokens that any tokenizer has."""
@@ -160,14 +160,14 @@ class SimulatedTrainer(Actor):
         return 0
 
     @concurrent_endpoint
-    async def train_step(self, *grids: "Grid", step: int = 0) -> Metrics:
+    async def train_step(self, *grids: "RankCells", step: int = 0) -> Metrics:
         measured = merge_metrics([_ages(grid, self._version) for grid in grids])
         await asyncio.sleep(self._seconds_per_step)
         self._version += 1
         return measured
 
     @concurrent_endpoint
-    async def measure(self, grid: "Grid") -> Metrics:
+    async def measure(self, grid: "RankCells") -> Metrics:
         return _ages(grid, self._version)
 
     @concurrent_endpoint
@@ -194,11 +194,11 @@ class SimulatedTrainer(Actor):
         """There is nothing to export."""
 
 
-def _ages(grid: "Grid", version: int) -> Metrics:
+def _ages(grid: "RankCells", version: int) -> Metrics:
     from torchtitan_rl.batching.documents import segment_ids, segments
 
     measured = []
-    for cell in (cell for row in grid.cells for cell in row):
+    for cell in grid.cells:
         if "token_versions" not in cell.streams:  # demonstrations, which nobody sampled
             continue
         trains = cell.streams["loss_mask"]

@@ -1,7 +1,7 @@
 """Trainer: torchtitan's model, optimizer and checkpoints with a few endpoints.
 
 SPMD over a mesh of `data_parallel x tensor_parallel` processes. It is blind to the algorithm: it
-takes a grid of per-token streams, calls the configured loss, and returns metrics.
+takes its cells of a grid of per-token streams, calls the configured loss, and returns metrics.
 
 Everything that computes runs on one thread, in the order of the calls. Only a snapshot of the
 weights is taken beside it: the next forward and backward pass do not change them, and the optimizer
@@ -31,7 +31,7 @@ from torchtitan_rl.algorithms.gradient_shares import GradientShares, slopes_of
 from torchtitan_rl.algorithms.not_finite import NotFinite
 from torchtitan_rl.algorithms.objective import Objective, batch_terms, mismatch, objective
 from torchtitan_rl.algorithms.policy_loss import LossInputs
-from torchtitan_rl.batching.grid import Grid
+from torchtitan_rl.batching.grid import RankCells
 from torchtitan_rl.batching.microbatch import Microbatch
 from torchtitan_rl.config.checkpoint import AsyncMode
 from torchtitan_rl.config.loss import LossConfig
@@ -84,7 +84,7 @@ class Trainer(Actor):
         trainer = await spawn_trainer(
             Trainer.Config(), model="models/tiny", steps=10, checkpoint_folder="checkpoints"
         )
-        metrics = merge_metrics(per_rank(await trainer.actor.train_step.call(grid)))
+        metrics = merge_metrics(await call_ranks(trainer.actor, "train_step", grid))
         handle = merge_handles(per_rank(await trainer.actor.publish_weights.call()))
     """
 
@@ -193,14 +193,14 @@ class Trainer(Actor):
         return self.state.step
 
     @computes
-    def train_step(self, *grids: Grid, step: int = 0) -> Metrics:
-        """One optimizer step on each grid, a part of the global batch; returns this rank's share of
-        the metrics. `step` is the controller's, by which exported tokens are named."""
+    def train_step(self, *grids: RankCells, step: int = 0) -> Metrics:
+        """One optimizer step on this rank's cells of each grid, a part of the global batch; returns
+        its share of the metrics. `step` is the controller's, by which exported tokens are named."""
         if self.tokens:
             self.tokens.clear()
         learning_rate = self.lr_schedulers.schedulers[0].get_last_lr()[0]
         # The first part sees the weights the step starts with: there, o is t itself.
-        for cell in (cell for grid in grids[1:] for cell in self._column(grid)):
+        for cell in (cell for grid in grids[1:] for cell in self._cells(grid)):
             with self.rank.replaying(cell, on=self.config.router_replay):
                 cell.streams["old_logprobs"] = self.rank.logprobs(cell)
         metrics = merge_metrics([self.update(grid) for grid in grids])
@@ -214,7 +214,7 @@ class Trainer(Actor):
         return self._of_rank(metrics)
 
     @computes
-    def measure(self, grid: Grid) -> Metrics:
+    def measure(self, grid: RankCells) -> Metrics:
         """Return this rank's share of what a step on the grid would measure, without taking it."""
 
         def forward(cell: Microbatch) -> Pass:
@@ -222,7 +222,7 @@ class Trainer(Actor):
                 return self._forward(cell, grid, self.config.loss)
 
         with torch.no_grad():
-            cells = self._column(grid, self._echo_factor)
+            cells = self._cells(grid, self._echo_factor)
             return self._of_rank(self._measured(map(forward, cells)))
 
     def _of_rank(self, metrics: Metrics) -> Metrics:
@@ -231,7 +231,9 @@ class Trainer(Actor):
         return metrics if self.rank.leads else {}
 
     @computes
-    def gradients(self, grid: Grid, *, loss: LossConfig | None = None) -> dict[str, torch.Tensor]:
+    def gradients(
+        self, grid: RankCells, *, loss: LossConfig | None = None
+    ) -> dict[str, torch.Tensor]:
         """The full gradient of the batch by parameter name, without a step, and with echo weights
         as they are. For tests and study."""
         self._accumulate(grid, loss or self.config.loss)
@@ -360,14 +362,15 @@ class Trainer(Actor):
         if self.tokens:
             self.tokens.flush()
 
-    def _column(self, grid: Grid, echo_factor: float = 1.0) -> list[Microbatch]:
-        return [row[self.rank.dp_rank].with_echo_scaled(echo_factor) for row in grid.cells]
+    def _cells(self, grid: RankCells, echo_factor: float = 1.0) -> list[Microbatch]:
+        self.rank.check_own(grid)
+        return [cell.with_echo_scaled(echo_factor) for cell in grid.cells]
 
-    def _accumulate(self, grid: Grid, loss: LossConfig, echo_factor: float = 1.0) -> Metrics:
+    def _accumulate(self, grid: RankCells, loss: LossConfig, echo_factor: float = 1.0) -> Metrics:
         """Accumulate the gradient of a batch; returns this rank's part of the metrics."""
         self._not_finite = NotFinite()
         shares = self._gradient_shares(grid, loss)
-        cells = self._column(grid, echo_factor)
+        cells = self._cells(grid, echo_factor)
         try:
             metrics = self._measured(
                 self._forward_backward(cell, grid, loss, shares, last=number == len(cells))
@@ -382,7 +385,7 @@ class Trainer(Actor):
                 metrics[f"grad_share/{name}"] = Mean(share, 1.0)
         return metrics
 
-    def _gradient_shares(self, grid: Grid, loss: LossConfig) -> GradientShares | None:
+    def _gradient_shares(self, grid: RankCells, loss: LossConfig) -> GradientShares | None:
         """A place for what each term gives to the gradient; None if there is only one term."""
         terms = loss.terms if grid.loss_tokens else ()
         terms = (*terms, "echo") if grid.echo_tokens else terms
@@ -411,7 +414,7 @@ class Trainer(Actor):
         """What echo weights are multiplied by, so that Echo has no more than its share."""
         return (self.state.echo_factor or 1.0) if self.config.loss.echo_share < 1 else 1.0
 
-    def _find_echo_factor(self, grid: Grid) -> None:
+    def _find_echo_factor(self, grid: RankCells) -> None:
         """Before the first update that has both RL and Echo: a backward pass without a step."""
         most = self.config.loss.echo_share
         if self.state.echo_factor or most == 1 or not (grid.echo_tokens and grid.loss_tokens):
@@ -430,7 +433,7 @@ class Trainer(Actor):
             most = self.config.loss.echo_share
             self.state.echo_factor = next_factor(factor, share, most=most)
 
-    def update(self, grid: Grid) -> Metrics:
+    def update(self, grid: RankCells) -> Metrics:
         """One optimizer step, on the thread of the caller; `train_step` is the endpoint."""
         self._find_echo_factor(grid)
         factor = self._echo_factor
@@ -466,7 +469,7 @@ class Trainer(Actor):
     def _forward_backward(
         self,
         cell: Microbatch,
-        grid: Grid,
+        grid: RankCells,
         loss: LossConfig,
         shares: GradientShares | None,
         *,
@@ -489,7 +492,7 @@ class Trainer(Actor):
         return passed
 
     def _forward(
-        self, cell: Microbatch, grid: Grid, loss: LossConfig, *, keep_hidden: bool = False
+        self, cell: Microbatch, grid: RankCells, loss: LossConfig, *, keep_hidden: bool = False
     ) -> "Pass":
         """A microbatch's share of the loss of the batch, and what was measured on the way."""
         predicted = self.rank.predict(cell, keep_hidden=keep_hidden)

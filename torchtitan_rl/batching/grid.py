@@ -29,6 +29,16 @@ class Grid:
     episode_tokens: int
     """Tokens of all episodes, shared prompts counted once per episode."""
 
+    @property
+    def dp_degree(self) -> int:
+        """Number of data-parallel ranks that the cells are for."""
+        return len(self.cells[0])
+
+    def of_rank(self, dp_rank: int) -> "RankCells":
+        """The part that a data-parallel rank is sent."""
+        cells = [row[dp_rank] for row in self.cells]
+        return RankCells(cells, dp_rank, self.loss_tokens, self.echo_tokens)
+
     def read_back(self, columns: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
         """Values of each episode's completion, in the episodes' order, from the [tokens] values
         that each data-parallel rank returned for its column of cells."""
@@ -49,6 +59,20 @@ class Grid:
         """Share of the cells without an episode, in which a rank has nothing to do."""
         cells = [cell for row in self.cells for cell in row]
         return sum(not cell.real for cell in cells) / len(cells)
+
+
+@dataclass(slots=True)
+class RankCells:
+    """What one data-parallel rank needs of a grid. How much that is does not depend on the number
+    of ranks."""
+
+    cells: list[Microbatch]
+    dp_rank: int
+    """The rank whose cells they are."""
+    loss_tokens: int
+    """Tokens that train by RL, over the cells of all ranks."""
+    echo_tokens: int
+    """Tokens that echo, over the cells of all ranks."""
 
 
 @dataclass(slots=True)

@@ -18,6 +18,7 @@ from torchtitan_rl.batching.documents import (
     segment_ids,
     segments,
 )
+from torchtitan_rl.batching.grid import RankCells
 from torchtitan_rl.batching.microbatch import Microbatch
 from torchtitan_rl.config.parallelism import Parallelism
 from torchtitan_rl.config.trainer import Checkpointing, GradientSync
@@ -130,6 +131,14 @@ class ModelRank:
         if not self.parallel_dims.dp_enabled:
             return 0
         return self.parallel_dims.get_mesh("batch").get_local_rank()
+
+    def check_own(self, grid: RankCells) -> None:
+        """Refuse the cells of another rank: they would be trained twice, and others not at all."""
+        if grid.dp_rank != self.dp_rank:
+            raise ValueError(
+                f"data-parallel rank {self.dp_rank} was sent the cells of rank {grid.dp_rank}: the "
+                "order of the ranks is not that of the mesh"
+            )
 
     @property
     def leads(self) -> bool:

@@ -26,7 +26,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from torchtitan_rl.actors.interfaces import EnvironmentRequest, EnvironmentResponse
 from torchtitan_rl.algorithms.objective import episode_needs
-from torchtitan_rl.batching.grid import grid_metrics, make_grid, split_groups, weighed_grid
+from torchtitan_rl.batching.grid import Grid, grid_metrics, make_grid, split_groups, weighed_grid
 from torchtitan_rl.batching.overlong import limit_length
 from torchtitan_rl.batching.validation import require, validate
 from torchtitan_rl.config.resume import fixed_settings, free_settings
@@ -47,6 +47,7 @@ from torchtitan_rl.observability.run_folder import RunFolder
 from torchtitan_rl.observability.run_lock import RunLock
 from torchtitan_rl.observability.sinks import open_metrics_log, read_metrics
 from torchtitan_rl.observability.timeline import Timeline
+from torchtitan_rl.platform.garbage import rare_collections
 from torchtitan_rl.rollout.batch_filter import BatchFilter
 from torchtitan_rl.rollout.discards import take_discarded_records
 from torchtitan_rl.rollout.episodes import annotate, has_signal, make_batch
@@ -72,6 +73,7 @@ from torchtitan_rl.run.sync import WeightSync
 from torchtitan_rl.run.tool_guard import ToolGuard
 from torchtitan_rl.run.turns import Turns
 from torchtitan_rl.supervision.calls import call_with_deadline
+from torchtitan_rl.supervision.ranks import call_ranks
 from torchtitan_rl.supervision.spawn import per_rank, start_monarch
 from torchtitan_rl.tasks.trial import build_task
 
@@ -149,6 +151,7 @@ class Controller:
         self.failures = FailureReporter(self.folder)
         self.samples = SampleReporter(on=config.log.samples)
         self.interrupted = asyncio.Event()
+        self.while_it_runs = contextlib.ExitStack()
 
     # ---- the run ------------------------------------------------------------------------------
 
@@ -335,16 +338,14 @@ class Controller:
         """Optimizer steps on these episodes: one, unless trainer.updates_per_step says more."""
         parts = split_groups(await self.complete(episodes), self.config.trainer.updates_per_step)
         grids = [self.weighed_grid(part) for part in parts]
-        ranks = await self.call_trainer(
-            "train", lambda trainer: trainer.train_step.call(*grids, step=self.steps_done)
-        )
+        ranks = await self.call_trainer_with("train", "train_step", *grids, step=self.steps_done)
         self.policy_version += 1
         return {**flatten(merge_metrics(ranks)), **grid_metrics(grids)}
 
     async def measure(self, episodes: list[Episode]) -> dict[str, float]:
         """The metrics that a step on these episodes would have, without taking it."""
         grid = self.weighed_grid(await self.complete(episodes))
-        ranks = await self.call_trainer("measure", lambda trainer: trainer.measure.call(grid))
+        ranks = await self.call_trainer_with("measure", "measure", grid)
         return flatten(merge_metrics(ranks))
 
     async def complete(self, episodes: list[Episode]) -> list[Episode]:
@@ -409,6 +410,15 @@ class Controller:
         await self.turns.trainer()
         return per_rank(await self.call("trainer", what, call(self.actors.trainer.actor)))
 
+    async def call_trainer_with(
+        self, what: str, endpoint: str, *grids: Grid, **arguments: Any
+    ) -> list[Any]:
+        """What each rank of the trainer returns from an endpoint that takes its cells of these
+        grids, in rank order, in the trainer's turn."""
+        await self.turns.trainer()
+        reply = call_ranks(self.actors.trainer.actor, endpoint, *grids, **arguments)
+        return await self.call("trainer", what, reply)
+
     async def call(self, who: str, what: str, reply: Awaitable[Result]) -> Result:
         """Wait for an actor: not for ever, and to be seen in the timeline."""
         wanted, deadline = f"the {who} to {what}", self.config.supervision.deadline_seconds
@@ -438,6 +448,7 @@ class Controller:
                 console.print(f"forked from {source}: continuing after its steps", markup=False)
             self.policy_version = await self.sync.now()
             self.stream = self.make_stream()
+            self.while_it_runs.enter_context(rare_collections())
         except BaseException:
             await self.__aexit__()
             raise
@@ -461,4 +472,5 @@ class Controller:
         await self.sync.close()
         await self.actors.stop()
         self.timeline.close()
+        self.while_it_runs.close()
         self.lock.release()

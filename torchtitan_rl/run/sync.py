@@ -14,7 +14,12 @@ from torchtitan_rl.platform import resolve_dtype
 from torchtitan_rl.rollout.stream import RolloutStream
 from torchtitan_rl.run.actor_set import ActorSet
 from torchtitan_rl.run.turns import Turns
-from torchtitan_rl.weight_sync.handle import Transport, WrongWeightsError, merge_handles
+from torchtitan_rl.weight_sync.handle import (
+    Transport,
+    WeightHandle,
+    WrongWeightsError,
+    merge_handles,
+)
 from torchtitan_rl.weight_sync.transport import choose_transport
 
 PROBE = SamplingConfig(n=1, max_tokens=16, logprobs=True)
@@ -52,6 +57,7 @@ class WeightSync:
         self._waits = not config.max_offpolicy_steps or config.trainer.weight_sync.check
         self._transport: Transport | None = None
         self._task: asyncio.Task[None] | None = None
+        self._handle: WeightHandle | None = None
         self.version = 0
         """Policy version of the weights that the generators serve."""
         self.metrics: dict[str, float] = {}
@@ -103,7 +109,7 @@ class WeightSync:
         ranks = await self._call_trainer(
             "publish weights", lambda trainer: trainer.publish_weights.call(**how)
         )
-        handle = merge_handles(ranks)
+        handle = self._handle = merge_handles(ranks, last=self._handle)
         await self._actors.generators.pull(handle)
         self.version = handle.version
         if handle.nbytes:

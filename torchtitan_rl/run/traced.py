@@ -14,7 +14,7 @@ from torchtitan.models.common.attention import GQAttention
 
 from torchtitan_rl.actors.trainer import Trainer
 from torchtitan_rl.algorithms.objective import episode_needs
-from torchtitan_rl.batching.grid import Grid, make_grid, weighed_grid
+from torchtitan_rl.batching.grid import RankCells, make_grid, weighed_grid
 from torchtitan_rl.batching.microbatch import Microbatch
 from torchtitan_rl.config import RunConfig
 from torchtitan_rl.config.parallelism import Parallelism
@@ -178,7 +178,7 @@ def trace_trainer(
         with trace:
             if settings.updates_per_step > 1:
                 own.logprobs(row)
-            trainer.update(repeated(row, traced, degree))
+            trainer.update(repeated(row, traced, degree, dp_rank=own.dp_rank))
             states = trace.label(trainer.optimizer_states(), "optimizer")
         return TrainerTrace(
             seen=trace.seen,
@@ -306,16 +306,10 @@ def _episode(config: RunConfig, lengths: Lengths, group: int) -> Episode:
     )
 
 
-def repeated(row: Microbatch, count: int, degree: int) -> Grid:
-    """A grid in which every rank has this row that many times."""
+def repeated(row: Microbatch, count: int, degree: int, *, dp_rank: int = 0) -> RankCells:
+    """The cells of a rank, of a grid in which every rank has this row that many times."""
     trained = int(row.streams["loss_mask"].sum())
-    return Grid(
-        cells=[[row] * degree for _ in range(count)],
-        spans=[],
-        loss_tokens=trained * count * degree,
-        echo_tokens=0,
-        episode_tokens=row.tokens * count * degree,
-    )
+    return RankCells([row] * count, dp_rank, loss_tokens=trained * count * degree, echo_tokens=0)
 
 
 def trace_reference(

@@ -3,6 +3,7 @@
 import asyncio
 import re
 from collections.abc import Awaitable
+from typing import Any
 
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 
@@ -24,14 +25,25 @@ class DeadlineError(TorchtitanRLError, TimeoutError):
 
 
 async def call_with_deadline(
-    what: str, reply: Awaitable[Result], *, deadline_seconds: float
+    what: str,
+    reply: Awaitable[Result],
+    *,
+    deadline_seconds: float,
+    gone: "asyncio.Future[None] | None" = None,
 ) -> Result:
-    """Wait for an actor's reply; if none comes, the error names actor, call and reason."""
+    """Wait for an actor's reply; if none comes, the error names actor, call and reason. `gone` is
+    done when the actor's process has died."""
     task = as_task(reply)
+    waited: set[asyncio.Future[Any]] = {task} if gone is None else {task, gone}
     try:
         # Not `wait_for`: a TimeoutError may also be what the actor answered.
-        if (await asyncio.wait({task}, timeout=deadline_seconds))[0]:
+        done, _ = await asyncio.wait(
+            waited, timeout=deadline_seconds, return_when=asyncio.FIRST_COMPLETED
+        )
+        if task in done:
             return task.result()
+        if done:
+            raise WorkerDiedError(f"while waiting for {what}, it died")
     except SupervisionError as error:
         raise WorkerDiedError(
             f"while waiting for {what}, its process {reported_end(error)}"

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Generic, TypeVar, cast
 
 from torchtitan_rl.core.waiting import together
@@ -101,6 +102,9 @@ class Assignment(Generic[Payload, Outcome]):
         self.load = 0
 
 
+_load = attrgetter("load")
+
+
 class Router:
     """Chooses the least loaded replica; with `sticky`, the one that has had the same key."""
 
@@ -109,9 +113,10 @@ class Router:
         self.homes: dict[str, Replica] = {}
 
     def choose(self, key: str, alive: Sequence[Replica]) -> Replica:
+        """The replica for work with this key, among those that can be called."""
         replica = self.homes.get(key)
         if replica is None or replica.spawned is None:
-            replica = min(alive, key=lambda r: (r.load, r.number))
+            replica = min(alive, key=_load)  # of several, the first
             if self._sticky:
                 self.homes[key] = replica
         return replica
@@ -206,8 +211,9 @@ class Dispatcher(Generic[Payload, Outcome]):
 
     def _assign(self, works: list[Work[Payload, Outcome]]) -> list[Assignment[Payload, Outcome]]:
         assignments: dict[tuple[int, int | None], Assignment[Payload, Outcome]] = {}
+        alive = self.pool.alive
         for index, work in enumerate(works):
-            replica = self.router.choose(work.key, self.pool.alive)
+            replica = self.router.choose(work.key, alive)
             key = (replica.number, index if work.alone else None)
             assignments.setdefault(key, Assignment(replica)).add(work)
         return list(assignments.values())
@@ -216,7 +222,8 @@ class Dispatcher(Generic[Payload, Outcome]):
         """Give the works of an assignment their outcomes, or an error. Those that are not done then
         are assigned again."""
         works, payloads = assignment.works, assignment.payloads
-        spawned = assignment.replica.spawned
+        # Only the replica that is called, and not all: each look asks the kernel.
+        spawned = self.pool.look(assignment.replica)
         try:
             if spawned is None:  # died since it was chosen
                 return

@@ -105,7 +105,7 @@ def how_it_ended(error: BaseException) -> str:
     """How a process ended, as the error of a call says it.
 
     Example:
-        "exited with non-zero code 3", "failed: Killed(sig=9)"; if there is no report: "has ended"
+        "exited with non-zero code 3", "was killed by signal 9 (SIGKILL)", or else "has ended"
     """
     if isinstance(error.__cause__, DeadlineError):
         return "hung"

@@ -18,7 +18,7 @@ from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionErr
 from monarch.actor import ActorError
 
 from torchtitan_rl.core.errors import ActorBrokenError, TorchtitanRLError, describe_error
-from torchtitan_rl.core.waiting import Interrupted, Result, interruptible, together
+from torchtitan_rl.core.waiting import Result, together
 from torchtitan_rl.observability.console import console
 from torchtitan_rl.observability.timeline import Timeline
 from torchtitan_rl.supervision.calls import DeadlineError, WorkerDiedError, call_with_deadline
@@ -74,8 +74,9 @@ class Replica:
     lost."""
     processes: list[Any] = field(default_factory=list)
     """Processes that were started and have not been ended; the newest are last."""
-    gone: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the newest process has died."""
+    gone: "asyncio.Future[None] | None" = None
+    """Done when the newest process has died. One future, so that a call needs no task to wait for
+    it; None before the first start."""
     ended_at: float | None = None
     """When the end of the newest process was first seen, by the loop's clock."""
     calls: int = 0
@@ -93,6 +94,11 @@ class Replica:
     def moves(self) -> bool:
         """Whether an actor of the replica is being ended or started."""
         return self.spawned is None and self.lost is None and not self.held
+
+    def end_calls(self) -> None:
+        """Have all calls under way end: the newest process has died, or is about to be ended."""
+        if self.gone is not None and not self.gone.done():
+            self.gone.set_result(None)
 
     def describe(self, now: float) -> str:
         """What the replica is doing, for messages."""
@@ -178,7 +184,7 @@ class ActorPool:
         self._stopping = True
         for replica in self.replicas:
             replica.spawned = None
-            replica.gone.set()
+            replica.end_calls()
         self._notify()
         tasks = list(self._tasks)
         for task in tasks:
@@ -215,7 +221,6 @@ class ActorPool:
 
     async def wait_for_replica(self) -> None:
         """Return as soon as any replica can be called."""
-        self._look_at_all()  # a process that has just ended would not answer
         seconds = START_ATTEMPTS * self._deadline  # a start that hangs is tried again
         try:
             async with asyncio.timeout(seconds):
@@ -237,6 +242,15 @@ class ActorPool:
         now = asyncio.get_running_loop().time()
         return "; ".join(replica.describe(now) for replica in self.replicas)
 
+    def look(self, replica: Replica) -> Any:
+        """The replica's actor and its processes, if none of these has ended; None while it is being
+        replaced. A process that has just ended would not answer a call."""
+        try:
+            self._look(replica)
+        except Exception as error:
+            self._print(f"{replica.label} cannot be watched: {describe_error(error)}")
+        return replica.spawned
+
     async def call(
         self,
         replica: Replica,
@@ -251,7 +265,9 @@ class ActorPool:
         if spawned is None:
             raise ReplicaDiedError(f"{replica.label} is being replaced")
         try:
-            return await self._wait(replica, what, call(spawned.actor), replica.gone, step=step)
+            return await self._wait(
+                replica, what, call(spawned.actor), gone=replica.gone, step=step
+            )
         except Exception as error:
             if not is_death(error):
                 raise
@@ -270,20 +286,17 @@ class ActorPool:
         replica: Replica,
         what: str,
         call: Awaitable[Result],
-        gone: asyncio.Event,
         *,
+        gone: "asyncio.Future[None] | None" = None,
         step: int | None = None,
     ) -> Result:
-        waiting = call_with_deadline(
-            f"{replica.label} to {what}", call, deadline_seconds=self._deadline
-        )
         details = {} if step is None else {"step": step}
         replica.calls += 1
         try:
             with self._timeline.span(replica.name, what, **details):
-                return await interruptible(gone, waiting)
-        except Interrupted:
-            raise WorkerDiedError(f"while waiting for {replica.label} to {what}, it died") from None
+                return await call_with_deadline(
+                    f"{replica.label} to {what}", call, deadline_seconds=self._deadline, gone=gone
+                )
         finally:
             replica.calls -= 1
 
@@ -297,7 +310,7 @@ class ActorPool:
             while self._starts_held:
                 await self._changed.wait()
             replica.held = False
-        spawned = await self._wait(replica, "start", self._spawned(replica), asyncio.Event())
+        spawned = await self._wait(replica, "start", self._spawned(replica))
         if self._on_join is not None:
             await self._on_join(partial(self._call_joining, replica, spawned))
         # Nothing is awaited between the end of `on_join` and this: what that looked at last, such
@@ -309,20 +322,20 @@ class ActorPool:
     async def _call_joining(
         self, replica: Replica, spawned: Any, what: str, call: Callable[[Any], Awaitable[Any]]
     ) -> Any:
-        return await self._wait(replica, what, call(spawned.actor), replica.gone)
+        return await self._wait(replica, what, call(spawned.actor), gone=replica.gone)
 
     async def _spawned(self, replica: Replica) -> Any:
         # Noted here and not by who waits for it, who may be cancelled just as it is ready.
         spawned = await self._spawn(replica.number)
         replica.processes.append(spawned)
-        replica.gone, replica.ended_at = asyncio.Event(), None
+        replica.gone, replica.ended_at = asyncio.get_running_loop().create_future(), None
         return spawned
 
     async def _end(self, replica: Replica) -> None:
         """End all processes of a replica. One that cannot be ended is tried again next time."""
         for spawned in list(replica.processes):
             try:
-                await self._wait(replica, "end", spawned.stop(), asyncio.Event())
+                await self._wait(replica, "end", spawned.stop())
                 replica.processes = [s for s in replica.processes if s is not spawned]
             except Exception as error:
                 self._print(f"{replica.label} could not be ended: {describe_error(error)}")
@@ -330,14 +343,8 @@ class ActorPool:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(WATCH_SECONDS)
-            self._look_at_all()
-
-    def _look_at_all(self) -> None:
-        for replica in self.replicas:
-            try:
-                self._look(replica)
-            except Exception as error:
-                self._print(f"{replica.label} cannot be watched: {describe_error(error)}")
+            for replica in self.replicas:
+                self.look(replica)
 
     def _look(self, replica: Replica) -> None:
         if not replica.processes or replica.processes[-1].alive:
@@ -346,7 +353,7 @@ class ActorPool:
         replica.ended_at = now if replica.ended_at is None else replica.ended_at
         if replica.calls and now < replica.ended_at + self._exit_report_seconds:
             return  # the error of a call may say more about how it ended
-        replica.gone.set()  # it may be just starting
+        replica.end_calls()  # it may be just starting
         self._discard(replica, replica.processes[-1], WorkerDiedError("its process has ended"))
 
     def _discard(self, replica: Replica, spawned: Any, error: BaseException) -> None:
@@ -354,7 +361,7 @@ class ActorPool:
         if replica.spawned is not spawned:
             return  # another call has noticed, or all are being stopped
         replica.spawned = None
-        replica.gone.set()
+        replica.end_calls()
         self.deaths.total += 1
         self.deaths.in_a_row += 1
         self.deaths.since_step += 1

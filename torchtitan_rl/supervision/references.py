@@ -11,7 +11,7 @@ from torchtitan_rl.batching.grid import Grid
 from torchtitan_rl.observability.timeline import Timeline
 from torchtitan_rl.supervision.dispatch import RETRY, Dispatcher, Work
 from torchtitan_rl.supervision.pool import ActorPool, ActorsDiedError, ReplicaDiedError, Spawn
-from torchtitan_rl.supervision.spawn import per_rank
+from torchtitan_rl.supervision.ranks import call_ranks
 
 RankLogprobs = list[list[torch.Tensor]]
 """For each rank, for each of its cells: [tokens] logprobs."""
@@ -52,7 +52,7 @@ class References:
 
 
 async def _logprobs(actor: Any, grids: list[Grid]) -> list[RankLogprobs]:
-    return [per_rank(await actor.logprobs.call(grid)) for grid in grids]
+    return [await call_ranks(actor, "logprobs", grid) for grid in grids]
 
 
 def _deadly_error(work: Work[Grid, RankLogprobs], error: ReplicaDiedError) -> Exception:

@@ -11,6 +11,7 @@ from torchtitan_rl.core.metrics import flatten, merge_metrics
 from torchtitan_rl.core.types import Episode
 from torchtitan_rl.models.hf import experts_of, read_hf_config
 from torchtitan_rl.supervision.processes import Spawned, per_rank
+from torchtitan_rl.supervision.ranks import call_ranks
 from torchtitan_rl.weight_sync.handle import Transport, WeightHandle, merge_handles
 
 
@@ -33,7 +34,7 @@ class SpawnedTrainer(Spawned):
         configured loss. Returns its metrics."""
         self._check(episodes)
         grids = [self._grid(part) for part in split_groups(episodes, self.config.updates_per_step)]
-        replies = per_rank(await self.actor.train_step.call(*grids))
+        replies = await call_ranks(self.actor, "train_step", *grids)
         return {**flatten(merge_metrics(replies)), **grid_metrics(grids)}
 
     async def logprobs(self, episodes: Sequence[Episode]) -> list[list[float]]:

@@ -4,10 +4,13 @@ Tensors are never sent in actor messages, which move bytes at a twentieth of mem
 have their HF names, so any engine that loads an HF folder can read a snapshot.
 """
 
+import functools
 import itertools
 import math
+import pickle
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torchtitan_rl.core.errors import TorchtitanRLError
@@ -17,6 +20,8 @@ if TYPE_CHECKING:  # a simulated generator takes handles, and starts sooner with
 
 Transport = Literal["shm", "rdma", "file", "collective"]
 Shape = tuple[int, ...]
+_MOST_SHOWN = 8
+"""Most boxes that a message lists."""
 
 
 class WeightSyncError(TorchtitanRLError, RuntimeError):
@@ -94,10 +99,33 @@ class Part:
     """Per slot, the number of the publication that last changed its bytes."""
     checksums: tuple[int, ...] = ()
     """Per slot, a checksum of its bytes; empty without checksums."""
+    _pickled: tuple[bytes, ...] = field(default=(), init=False, repr=False, compare=False)
+    """The slots, and what else there is of each slot, pickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Pickled once, by the rank that made it, and not again for each generator: the controller
+        # would spend more time on that than on all else. The location may need Monarch's pickler.
+        if not self._pickled:
+            pickled = pickle.dumps(self.slots), pickle.dumps((self.changed, self.checksums))
+            object.__setattr__(self, "_pickled", pickled)
+        return _unpickled, (self.publisher, self.number, self.location, *self._pickled)
 
     def changed_since(self, number: int) -> list[Slot]:
         """Slots whose bytes have changed after publication `number`."""
         return [s for s, last in zip(self.slots, self.changed, strict=True) if last > number]
+
+
+def _unpickled(publisher: int, number: int, location: Any, slots: bytes, of_slots: bytes) -> Part:
+    part = Part(publisher, number, location, _slots(slots), *pickle.loads(of_slots))
+    object.__setattr__(part, "_pickled", (slots, of_slots))
+    return part
+
+
+@functools.lru_cache(maxsize=4096)
+def _slots(pickled: bytes) -> tuple[Slot, ...]:
+    """The slots, as the same object each time: they rarely differ between two publications, and
+    to make them takes longer than to check them."""
+    return pickle.loads(pickled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +195,11 @@ def _module(name: str) -> str:
     return ".".join([before, layers[1:-1], *after.split(".")[:2]]) if layers else name
 
 
-def merge_handles(ranks: Sequence[WeightHandle]) -> WeightHandle:
-    """One handle for the parts of all ranks; together they must be every tensor, whole."""
+def merge_handles(
+    ranks: Sequence[WeightHandle], *, last: WeightHandle | None = None
+) -> WeightHandle:
+    """One handle for the parts of all ranks; together they must be every tensor, whole. With the
+    slots of `last`, which was merged before, they are: nothing else is looked at then."""
     first = ranks[0]
     for rank in ranks:
         if (rank.version, rank.transport) != (first.version, first.transport):
@@ -177,35 +208,66 @@ def merge_handles(ranks: Sequence[WeightHandle]) -> WeightHandle:
                 f"{first.transport}, another {rank.version} by {rank.transport}"
             )
     merged = replace(first, parts=tuple(part for rank in ranks for part in rank.parts))
-    boxes: dict[str, list[Slot]] = {}
-    for slot in merged.slots:
-        boxes.setdefault(slot.name, []).append(slot)
+    if last is not None and _same_slots(merged, last):
+        return merged
+    boxes: defaultdict[str, list[Slot]] = defaultdict(list)
+    for part in merged.parts:
+        for slot in part.slots:
+            boxes[slot.name].append(slot)
     for name, slots in boxes.items():
         _check_cover(name, slots)
     return merged
 
 
+def _same_slots(one: WeightHandle, other: WeightHandle) -> bool:
+    return len(one.parts) == len(other.parts) and all(
+        a.slots is b.slots for a, b in zip(one.parts, other.parts, strict=True)
+    )
+
+
 def _check_cover(name: str, slots: list[Slot]) -> None:
     """Raise WrongWeightsError unless the boxes of a tensor cover each element exactly once."""
-    whole = slots[0].whole
-    if any((slot.whole, slot.dtype) != (whole, slots[0].dtype) for slot in slots):
+    whole, dtype = slots[0].whole, slots[0].dtype
+    if any(slot.whole != whole or slot.dtype != dtype for slot in slots):
         raise WrongWeightsError(f"trainer ranks disagree on shape or dtype of {name!r}")
+    if _covers(whole, slots):
+        return
     published = sum(math.prod(slot.shape) for slot in slots)
-    inside = all(
-        first >= 0 and first + count <= size
-        for slot in slots
-        for first, count, size in zip(slot.start, slot.shape, whole, strict=True)
+    shown, more = slots[:_MOST_SHOWN], len(slots) - _MOST_SHOWN
+    raise WrongWeightsError(
+        f"{name!r} has {math.prod(whole)} elements, and the trainer ranks have published "
+        f"{published} of them, in boxes that do not fit: {', '.join(map(str, shown))}"
+        f"{f' and {more} more' if more > 0 else ''}"
     )
-    apart = not any(_overlap(a, b) for a, b in itertools.combinations(slots, 2))
-    if published != math.prod(whole) or not inside or not apart:
-        raise WrongWeightsError(
-            f"{name!r} has {math.prod(whole)} elements, and the trainer ranks have published "
-            f"{published} of them, in boxes that do not fit: {', '.join(map(str, slots))}"
-        )
 
 
-def _overlap(a: Slot, b: Slot) -> bool:
-    return all(
-        x < y + m and y < x + n
-        for x, n, y, m in zip(a.start, a.shape, b.start, b.shape, strict=True)
-    )
+def _covers(whole: Shape, slots: Sequence[Slot]) -> bool:
+    """Whether the boxes cover each element exactly once.
+
+    Corners of a box count for it or against it, in turn. Where boxes adjoin, their corners cancel;
+    so the boxes are the whole if all that is left are the corners of the whole. That takes a pass
+    over the boxes, where comparing them in pairs takes minutes for a thousand ranks.
+
+    Example:
+        Rows 0 to 2 and 2 to 4: for 0 and 2, against 2 and 4. Rows 0 to 4: for 0, against 4.
+    """
+    # Most tensors are split along one dimension: corners along the others are the same for all.
+    split = [
+        dim
+        for dim, size in enumerate(whole)
+        if any(slot.shape[dim] != size or slot.start[dim] for slot in slots)
+    ]
+    if not split:
+        return len(slots) == 1
+    edges = [
+        ([slot.start[dim] for slot in slots], [slot.start[dim] + slot.shape[dim] for slot in slots])
+        for dim in split
+    ]
+    counts: tuple[Counter[Shape], Counter[Shape]] = Counter(), Counter()
+    for ends in itertools.product((0, 1), repeat=len(split)):
+        sign = sum(ends) % 2
+        corners = (edge[end] for edge, end in zip(edges, ends, strict=True))
+        counts[sign].update(zip(*corners, strict=True))
+        corner_of_whole = tuple(end * whole[dim] for end, dim in zip(ends, split, strict=True))
+        counts[1 - sign][corner_of_whole] += 1
+    return dict(counts[0]) == dict(counts[1])  # Counter's own comparison is a loop in Python

@@ -29,6 +29,7 @@ from torchtitan_rl.engines.vllm.routing import ReturnedRouting
 from torchtitan_rl.models.hf import read_hf_config
 from torchtitan_rl.models.router_replay import find_routers, replay_routing
 from torchtitan_rl.platform import worker_env
+from torchtitan_rl.supervision.ranks import call_ranks
 from torchtitan_rl.supervision.spawn import per_rank, spawn_trainer
 
 SCRIPT = """
@@ -250,14 +251,14 @@ async def test_the_trainer_replays_packed_rows_shared_prompts_and_padding(made, 
         ours = logprobs[len(one.prompt_token_ids) :]
         plain.append((ours - torch.tensor(one.token_logprobs)).abs())
     grid = make_grid(episodes, dp_degree=2, tokens_per_microbatch=400, share_prompts=True)
-    gradients = per_rank(await trainer.actor.gradients.call(grid))[0]
+    gradients = (await call_ranks(trainer.actor, "gradients", grid))[0]
     gates = [gradient for name, gradient in gradients.items() if "router.gate" in name]
     assert len(gates) == 2
     assert all(gate.norm() > 0 for gate in gates)
     one_episode = make_grid(episodes[:1], dp_degree=2, tokens_per_microbatch=400)
     assert [cell.real for cell in one_episode.cells[0]] == [True, False]
-    metrics = flatten(merge_metrics(per_rank(await trainer.actor.train_step.call(grid))))
-    await trainer.actor.train_step.call(one_episode)
+    metrics = flatten(merge_metrics(await call_ranks(trainer.actor, "train_step", grid)))
+    await call_ranks(trainer.actor, "train_step", one_episode)
     await trainer.stop()
     assert torch.cat(plain).mean() > 3 * metrics["mismatch/all/mean"]
 
