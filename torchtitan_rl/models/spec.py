@@ -1,18 +1,19 @@
 """From an HF folder to a torchtitan ModelSpec: the folder's config.json is the only description.
 
-There is no table of sizes to keep: any folder whose architecture `hf.NEEDED_FIELDS` lists trains,
+There is no table of sizes to keep: any folder whose architecture is in `archs/registry.py` trains,
 from the 0.6M-parameter starting model to Qwen3-14B and the mixtures of experts.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torchtitan.models.common import CosSinRoPE, Embedding
-from torchtitan.models.common.attention import GQAttention
+from torchtitan.models.common import Embedding
+from torchtitan.models.common.attention import FusedQKVLinear, GQAttention
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
 from torchtitan.models.common.feed_forward import FeedForward
 from torchtitan.models.common.nn_modules import RMSNorm
@@ -24,8 +25,9 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan_rl.models.cpu.attention import PackedAttention
 from torchtitan_rl.models.cuda.attention import PackedFlashAttention
 from torchtitan_rl.models.head import LogprobHead
-from torchtitan_rl.models.hf import head_size, moe_layers, read_hf_config, rope_theta
-from torchtitan_rl.models.moe import ExpertsAdapter, moe_config
+from torchtitan_rl.models.hf import architecture_of, head_size, moe_layers, read_hf_config
+from torchtitan_rl.models.moe import HFAdapter, moe_config
+from torchtitan_rl.models.rope import rope_config
 from torchtitan_rl.platform import device_type
 
 
@@ -47,7 +49,8 @@ def build_on_meta(spec: ModelSpec) -> nn.Module:
 
 
 def _decoder(config: dict[str, Any], name: str) -> ModelSpec:
-    """Qwen3, with or without experts, or Llama, which is one that does not normalise q and k."""
+    """torchtitan's Qwen3, with what sets the architecture apart: see `Architecture`."""
+    architecture = architecture_of(config)
     dim, vocab_size = config["hidden_size"], config["vocab_size"]
     eps, head_dim = config["rms_norm_eps"], head_size(config)
     linear: dict[str, Callable] = {
@@ -69,8 +72,8 @@ def _decoder(config: dict[str, Any], name: str) -> ModelSpec:
             w2w3_param_init=linear,
         )
 
-    def attention() -> GQAttention.Config:
-        return make_gqa_config(
+    def attention(number: int) -> GQAttention.Config:
+        made = make_gqa_config(
             dim=dim,
             n_heads=config["num_attention_heads"],
             n_kv_heads=config["num_key_value_heads"],
@@ -79,20 +82,20 @@ def _decoder(config: dict[str, Any], name: str) -> ModelSpec:
             wo_param_init=linear,
             inner_attention=(PackedAttention if on_cpu else PackedFlashAttention).Config(),
             fuse_qkv=True,
-            rope=CosSinRoPE.Config(
-                dim=head_dim,
-                max_seq_len=config["max_position_embeddings"],
-                theta=rope_theta(config),
-            ),
-            qk_norm=norm(head_dim) if config["architectures"][0].startswith("Qwen3") else None,
+            rope=rope_config(config, rotates=architecture.rotates(config, number)),
+            qk_norm=norm(head_dim) if architecture.qk_norm else None,
         )
+        qkv = made.qkv_linear
+        assert isinstance(qkv, FusedQKVLinear.Config)
+        qkv.wqkv = replace(qkv.wqkv, bias=architecture.qkv_bias)
+        return made
 
     def layer(number: int) -> Qwen3TransformerBlock.Config:
         sparse = number in moe_layers(config)
         return Qwen3TransformerBlock.Config(
             attention_norm=norm(dim),
             ffn_norm=norm(dim),
-            attention=attention(),
+            attention=attention(number),
             moe=moe_config(config, linear) if sparse else None,
             feed_forward=None if sparse else feed_forward(),
         )
@@ -117,5 +120,5 @@ def _decoder(config: dict[str, Any], name: str) -> ModelSpec:
         parallelize_fn=parallelize_qwen3,
         pipelining_fn=None,
         post_optimizer_build_fn=None,
-        state_dict_adapter=ExpertsAdapter,
+        state_dict_adapter=HFAdapter,
     )

@@ -13,6 +13,8 @@ from torchtitan_rl.core.types import Completion
 
 PROMPT = list(range(40))
 """Longer than a block of the cache: prefixes that are not forgotten would show."""
+GROWN = 1.1
+"""Factor of all weights, from what an engine has started with to what it pulls."""
 Schedule = list[tuple[list[str] | None, int]]
 """Names of what changes (None: everything), and how many tensors are loaded then: of a layer, all 6
 of attention, all 3 of the MLP, or all 25 of the experts."""
