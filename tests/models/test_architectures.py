@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.models.architectures import TINY, write_tiny
 from tests.models.support import forward, titan_model
+from tests.pages import PAGES
 from torchtitan_rl.batching.documents import Document, positions, segments
 from torchtitan_rl.models.archs.registry import ARCHITECTURES, LACKING
 from torchtitan_rl.models.cpu.attention import AttentionPlan
@@ -99,3 +100,11 @@ def test_shared_prompts_change_nothing(folder):
 def test_each_architecture_has_a_tiny_model_or_a_reason():
     assert {tiny["architectures"][0] for tiny in TINY.values()} == ARCHITECTURES.keys()
     assert not ARCHITECTURES.keys() & LACKING.keys()
+
+
+def test_the_page_says_what_is_supported_and_what_lacks():
+    page = PAGES["docs/models.md"]
+    for name in ARCHITECTURES:
+        assert f"| `{name}` | " in page
+    rows = [f"| `{name}` | {reason} |" for name, reason in LACKING.items()]
+    assert "\n".join(rows) in page

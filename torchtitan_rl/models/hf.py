@@ -78,6 +78,7 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
     architecture = architecture_of(config, path)
     if "num_local_experts" in config:
         config.setdefault("num_experts", config["num_local_experts"])  # transformers 5 renames it
+    config.setdefault("tie_word_embeddings", architecture.tied)
     for name in architecture.needed:
         if name not in config:
             raise ModelFolderError(f"{path} lacks the field {name!r}")

@@ -57,7 +57,7 @@ def _decoder(config: dict[str, Any], name: str) -> ModelSpec:
         "weight": partial(nn.init.normal_, std=0.02),
         "bias": nn.init.zeros_,
     }
-    tied = config.get("tie_word_embeddings", False)
+    tied = config["tie_word_embeddings"]
     on_cpu = device_type() == "cpu"
 
     def norm(size: int) -> RMSNorm.Config:

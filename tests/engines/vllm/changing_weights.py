@@ -27,6 +27,7 @@ DENSE: Schedule = [
     (None, 35),
     (["model.norm.weight", "model.layers.1.mlp.down_proj.weight"], 4),
 ]
+BIASED: Schedule = [(None, 27)]
 EXPERTS: Schedule = [
     (None, 79),
     (["model.layers.1.mlp.experts.3.up_proj.weight"], 25),

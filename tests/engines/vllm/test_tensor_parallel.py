@@ -9,7 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.engines.vllm.changing_weights import DENSE, PROMPT, assert_served, states
+from tests.engines.vllm.changing_weights import BIASED, DENSE, PROMPT, assert_served, states
+from tests.models.architectures import write_tiny
 from tests.supervision.test_leftovers import gone
 from tests.support import small_engine
 from tests.tasks.tools.tricky_tools import ended
@@ -75,6 +76,17 @@ async def test_ranks_that_load_only_what_changed_serve_the_trainers_policy(
     assert_served(tiny_model, DENSE, made, tmp_path)
     # Slices are loaded by vLLM.
     assert await generator.actor.loads_directly.call_one() == [False, False]
+
+
+async def test_ranks_load_their_slices_of_biases(tiny_model, tmp_path):
+    folder = write_tiny("qwen2", tmp_path / "qwen2", tokenizer=tiny_model)
+    generator = await spawn_generator(TWO_RANKS, model=str(folder), seed=0)
+    [tensors] = states(folder, BIASED)
+    handle = make_publisher("shm").publish(whole_tensors(tensors.items()), 1)
+    await generator.actor.pull_weights.call_one(handle)
+    completions = await generator.actor.generate.call_one([PROMPT], group_ids=["biased"])
+    await generator.stop()
+    assert_served(folder, BIASED, [(handle.changed_since(None), completions)], tmp_path)
 
 
 async def test_ranks_sleep_and_wake_with_the_newest_weights(generator, tiny_model):

@@ -45,6 +45,8 @@ class Architecture:
     """Whether queries, keys and values have a bias."""
     qk_norm: bool = False
     """Whether queries and keys are normalised, head by head."""
+    tied: bool = False
+    """Whether the output layer is the embedding where config.json does not say."""
     rotates: Callable[[Config, int], bool] = every_layer
     """Whether the layer of a number rotates queries and keys by their positions."""
     shapes: Mapping[str, Config] = field(default_factory=dict)

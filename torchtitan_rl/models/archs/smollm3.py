@@ -12,6 +12,7 @@ def _rotates(config: Config, number: int) -> bool:
 
 SMOLLM3 = Architecture(
     "SmolLM3ForCausalLM",
+    tied=True,
     rotates=_rotates,
     shapes={
         "SmolLM3-3B": {
@@ -27,7 +28,6 @@ SMOLLM3 = Architecture(
             "attention_bias": False,
             "mlp_bias": False,
             "use_sliding_window": False,
-            "tie_word_embeddings": True,
             "dtype": "bfloat16",
         },
     },
