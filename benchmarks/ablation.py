@@ -48,7 +48,7 @@ STEPS = 10_000
 
 ENGINE = ("norms", "direct_load")
 """Patches of vLLM on a CPU: torchtitan_rl/engines/vllm/cpu."""
-TRAINER = ("packed_attention", "shared_prompts")
+TRAINER = ("packed_attention", "accumulating_linear", "onednn_products", "shared_prompts")
 """Parts of the trainer on a CPU: torchtitan_rl/models/cpu, and a setting."""
 PROCESS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
 """Settings of every process for speed: torchtitan_rl/platform. Its settings that keep memory low

@@ -2,8 +2,8 @@
 
     python -m tests.cuda.engine_settings <folder for models>
 
-prints a JSON object: by compute capability and recipe, what was decided. In a process of its own,
-as vLLM chooses its platform once.
+prints a JSON object: by compute capability and recipe, what was decided; and what a worker of ours
+changes in vLLM. In a process of its own, as vLLM chooses its platform once.
 """
 
 import json
@@ -16,6 +16,7 @@ from typing import Any
 # Operators that only vLLM's build for CUDA has; none of them is called here.
 sys.modules["vllm._C_stable_libtorch"] = types.ModuleType("vllm._C_stable_libtorch")
 
+import torch  # noqa: E402
 import vllm.config.vllm as vllm_config  # noqa: E402
 from vllm import platforms  # noqa: E402
 from vllm.platforms.cuda import CudaPlatformBase  # noqa: E402
@@ -98,16 +99,29 @@ def decided(name: str, folder: Path) -> dict[str, Any]:
     }
 
 
+def changed() -> list[str]:
+    """Modules for a CPU that were imported to be changed, or that change others."""
+    from torchtitan_rl.engines.vllm import worker  # it changes vLLM as it is imported
+
+    worker.required.repack_experts(torch.nn.Module(), {"model.layers.0.mlp.experts.w1"})
+    for_cpu = (
+        *("vllm.v1.worker.cpu_worker", "torchtitan_rl.engines.vllm.cpu.norms"),
+        *("vllm.distributed.device_communicators.cpu_communicator",),
+    )
+    return [name for name in for_cpu if name in sys.modules]
+
+
 def main(folder: Path) -> None:
     platforms._current_platform = PretendedGpus()
     vllm_config.HAS_TRITON = True
     gpu = Gpu("a GPU", (8, 0), TOTAL, FREE)
     build.read_driver = lambda: Driver("580.82.07", (13, 0), (gpu,) * 8)
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, Any] = {}
     for capability in CAPABILITIES:
         PretendedGpus.capability = capability
         with pretend_gpus(capability):
             found[str(capability)] = {name: decided(name, folder) for name in built_in_recipes()}
+            found["changed"] = changed()
     print(json.dumps(found))
 
 

@@ -50,7 +50,7 @@ def test_the_actors_of_a_recipe_get_gpus_of_their_own():
 def test_a_machine_with_too_few_gpus_is_refused():
     with (
         pretend_gpus((9, 0), count=4),
-        pytest.raises(ValueError, match="needs 8 GPUs; this machine has 4"),
+        pytest.raises(ValueError, match="needs 8 GPUs, and there are 4"),
     ):
         check_machine(built_in_recipes()["grpo_sum_digits_qwen3_14b"]())
 
@@ -79,6 +79,18 @@ def test_without_their_packages_torchs_own_kernel_is_used(capability):
     with pretend_gpus(capability):
         assert activate_kernel() == "FA2"
     assert current_flash_attention_impl() is None
+
+
+def test_a_package_that_works_is_used(monkeypatch, tmp_path):
+    (tmp_path / "flash_attn_interface.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    activated = []
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activated.append)
+    with pretend_gpus((9, 0)):
+        splits = [PackedFlashAttention.Config().build()._splits for _ in range(2)]
+        assert activate_kernel() == "FA3"
+    assert activated == ["FA3"]  # once a process
+    assert splits == [None, None]  # FlashAttention 3 chooses by itself
 
 
 def test_a_package_that_does_not_work_is_named(monkeypatch, tmp_path):

@@ -80,7 +80,7 @@ print("served")
 
 
 def test_batches_under_way_are_finished_before_weights_are_swapped(moe_model):
-    env = {**os.environ, **worker_env(1, role="generator"), "PYTHONPATH": os.getcwd()}
+    env = {**os.environ, **worker_env(1, role="generator")}
     run = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(moe_model)],
         env=env,

@@ -2,9 +2,9 @@
 
     python -m tests.models.rank_checks FOLDER
 
-The ranks check by themselves what they publish, and what they move to host memory. Starting a rank
-takes longer than all that is checked, so the groups follow one another. FOLDER has `task.pickle`, a
-`Task`; rank 0 writes `found.pickle`, a `Found`.
+The ranks check by themselves what they publish, what they move to host memory, and what they resume
+from. Starting a rank takes longer than all that is checked, so the groups follow one another.
+FOLDER has `task.pickle`, a `Task`; rank 0 writes `found.pickle`, a `Found`.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from tests.models.support import forward, titan_model
 from tests.reads import counting
 from torchtitan_rl.config.parallelism import Parallelism
 from torchtitan_rl.config.trainer import Checkpointing, GradientSync
-from torchtitan_rl.models.checkpoint import load_hf
+from torchtitan_rl.models.checkpoint import Checkpoints, TrainState, load_hf
 from torchtitan_rl.models.offload import HostMemory
 from torchtitan_rl.models.parallel import build_parallel_model, expect_backward
 from torchtitan_rl.models.router_replay import find_routers, replay_routing
@@ -67,6 +67,9 @@ ACCUMULATED: dict[str, tuple[Degrees, Checkpointing]] = {
     "experts of copies": ((2, 2, 1, 2), "full"),
 }
 """How the gradients of several microbatches are added up on four ranks."""
+
+RESUMED: tuple[Degrees, ...] = ((1, 4, 1, 2), (2, 2, 1, 2), (1, 4, 1, 4))
+"""What is saved by the first degrees is resumed by each, with experts on several ranks."""
 
 
 @dataclass(slots=True)
@@ -205,6 +208,77 @@ def check_offload(folder: str, degrees: Degrees) -> None:
     assert all(map(torch.equal, kept, moved))
 
 
+def check_resumed(folder: str, checkpoints: Path, *degrees: Degrees) -> None:
+    """A trainer that saves and is resumed goes on like one that did not stop, to the bit. By any
+    other degrees it resumes from the same weights and optimizer states."""
+    from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+
+    def start(own: Degrees) -> Started:
+        model, spec = parallel_model(folder, own)[0], model_spec(folder)
+        optimizers = default_adamw(lr=1e-2).build(model_parts=[model])
+        schedule = LRSchedulersContainer.Config(warmup_steps=3)
+        schedules = schedule.build(optimizers=optimizers, training_steps=9)
+        return Started(model, optimizers, schedules, spec.state_dict_adapter(spec.model, folder))
+
+    first = start(degrees[0])
+    first.step()
+    saving = first.checkpoints(checkpoints, TrainState(step=1, policy_version=4))
+    saving.save(1)
+    saved = first.values()
+    first.step()
+    for own in degrees:
+        again, state = start(own), TrainState()
+        again.checkpoints(checkpoints, state).load(resume=True)
+        assert (state.step, state.policy_version) == (1, 4)
+        assert_same(again.values(), saved, own)
+        if own == degrees[0]:
+            again.step()
+            assert_same(again.values(), first.values(), own)
+    dist.barrier()
+
+
+@dataclass(slots=True)
+class Started:
+    """A model with what trains it."""
+
+    model: nn.Module
+    optimizers: Any
+    schedules: Any
+    adapter: Any
+
+    def step(self) -> None:
+        rows = torch.arange(24).view(2, 12)[dist.get_rank() % 2 :]
+        forward(self.model, rows[:1]).float().square().mean().backward()
+        self.optimizers.step()
+        self.schedules.step()
+        self.optimizers.zero_grad()
+
+    def checkpoints(self, folder: Path, state: TrainState) -> Checkpoints:
+        return Checkpoints(
+            folder=str(folder),
+            keep=2,
+            model=self.model,
+            optimizers=self.optimizers,
+            lr_schedulers=self.schedules,
+            state=state,
+            adapter=self.adapter,
+        )
+
+    def values(self) -> dict[str, torch.Tensor]:
+        """Weights and optimizer states, whole."""
+        own = {n: p.detach() for n, p in self.model.named_parameters()}
+        tensors = own | {n: t for n, t in self.optimizers.state_dict().items() if t is not None}
+        return {name: full(t).clone() for name, t in tensors.items() if isinstance(t, torch.Tensor)}
+
+
+def assert_same(
+    found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], degrees: Degrees
+) -> None:
+    assert found.keys() == wanted.keys()
+    different = [name for name, tensor in wanted.items() if not torch.equal(found[name], tensor)]
+    assert not different, (degrees, different)
+
+
 def states_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     values = [value for state in optimizer.state.values() for value in state.values()]
     return [value for value in values if isinstance(value, torch.Tensor)]
@@ -278,6 +352,7 @@ def main(folder: Path) -> None:
                 for name in ACCUMULATED:
                     for sync, accumulated in accumulate(task, name):
                         found.accumulated[name, sync] = accumulated
+                check_resumed(task.folders["moe"], folder / "checkpoints", *RESUMED)
             if size == 2:
                 for degrees in REPLAYED.values():
                     check_offload(task.folders["moe" if degrees[-1] > 1 else "tiny"], degrees)

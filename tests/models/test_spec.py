@@ -140,6 +140,10 @@ def test_a_folder_without_a_config_is_named(tmp_path):
         (VALID | {"rope_parameters": {"rope_type": "llama3"}}, "'llama3' lacks factor, low_freq"),
         (VALID | {"partial_rotary_factor": 0.5}, "rotation of a part of each head"),
         (VALID | {"architectures": ["MistralForCausalLM"]}, "lacks the field 'sliding_window'"),
+        (
+            VALID | {"layer_types": ["full_attention", "sliding_attention"]},
+            "type sliding_attention",
+        ),
         (MISTRAL | {"sliding_window": 4096}, "sliding_window = 4096; only None is supported"),
     ],
 )

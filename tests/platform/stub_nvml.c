@@ -1,5 +1,6 @@
 /* NVIDIA's management library of a machine with two GPUs, for tests; NVML_INIT is what nvmlInit
-   returns, NVML_CUDA the version of CUDA that the driver runs. */
+   returns, NVML_COUNT what
+   nvmlDeviceGetCount returns, NVML_CUDA the version of CUDA that the driver runs. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -23,7 +24,7 @@ int nvmlSystemGetCudaDriverVersion_v2(int *version) {
 }
 int nvmlDeviceGetCount_v2(unsigned *count) {
   *count = 2;
-  return 0;
+  return number("NVML_COUNT", 0);
 }
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **handle) {
   *handle = (void *)(0x7f0000000000ul + index); /* needs all 64 bits */

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from torchtitan_rl.cli import doctor
 from torchtitan_rl.cli.doctor import main
 from torchtitan_rl.platform import machine as facts
 from torchtitan_rl.platform.doctor import GIB, diagnose
@@ -149,6 +150,13 @@ def test_this_machine_is_examined_without_torch_in_a_second(tmp_path):
     found = {f["what"]: f["status"] for f in report["findings"]}
     assert found["packages"] == found["folder"] == found["ports"] == "ok"
     assert found["driver"] == "n/a"
+
+
+@pytest.mark.parametrize(("machine", "platform"), [(ON_CPU, "cpu"), (ON_GPU, "cuda")])
+def test_the_command_says_what_runs_would_use(monkeypatch, capsys, machine, platform):
+    monkeypatch.setattr(doctor, "examine", lambda folders: machine)
+    assert main(["--json"], prog="doctor") == 0
+    assert json.loads(capsys.readouterr().out)["platform"] == platform
 
 
 def test_a_folder_that_cannot_be_written_fails_the_command(tmp_path, capsys):

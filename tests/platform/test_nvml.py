@@ -93,6 +93,11 @@ def test_a_driver_that_cannot_be_asked(driver, code, found):
             device_type()
 
 
+def test_a_driver_that_stops_answering_is_an_error_that_names_the_question(driver):
+    driver.setenv("NVML_COUNT", "15")
+    assert read_driver() == Driver(error="nvmlDeviceGetCount_v2: GPU is lost")
+
+
 @pytest.mark.parametrize(
     ("cuda", "built_for", "enough"),
     [

@@ -214,9 +214,9 @@ def gpus(machine, monkeypatch):
 def test_too_few_gpus_are_refused_with_the_placement_that_needs_fewer(gpus):
     gpus(1)
     check_gpus(1, can_share=True)
-    with pytest.raises(ValueError, match=r"needs 2 GPUs; this machine has 1: .*colocated"):
+    with pytest.raises(ValueError, match=r"needs 2 GPUs, and there are 1: .*colocated"):
         check_gpus(2, can_share=True)
-    with pytest.raises(ValueError, match=r"needs 2 GPUs; this machine has 1: lower trainer"):
+    with pytest.raises(ValueError, match=r"needs 2 GPUs, and there are 1: lower trainer"):
         check_gpus(2, can_share=False)
 
 

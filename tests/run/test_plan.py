@@ -124,8 +124,8 @@ def traces_of(name: str, file: str = "", changes: str = "") -> Traces:
 QWEN = "grpo_sum_digits_qwen3_1_7b"
 
 
-def gpus(gib: float = 80.0, count: int = 8, per_node: int = 8) -> PlannedMachine:
-    return PlannedMachine("Mine", count, per_node, replace(GPUS["H100"], memory_gib=gib))
+def gpus(gib: float = 80.0, count: int = 8, per_host: int = 8) -> PlannedMachine:
+    return PlannedMachine("Mine", count, per_host, replace(GPUS["H100"], memory_gib=gib))
 
 
 def test_a_plan_has_all_kinds_of_memory_and_what_bounds_a_step(small):
@@ -175,7 +175,7 @@ def test_snapshots_are_where_the_transport_has_them(small):
     assert (transport, kinds, host["snapshots"]) == ("shm", nowhere, 2 * whole)
     assert host["offloaded"] == pytest.approx(12 * traces.trainer.parameters, rel=0.01)
     assert possible == {"shm", "file"}
-    apart = gpus(count=4, per_node=2)
+    apart = gpus(count=4, per_host=2)
     assert placed(machine=apart)[:3] == ("rdma", [2 * half, None, None, None], {"received": whole})
     assert placed(machine=apart)[3] == {"rdma", "file"}
     with pytest.raises(ValueError, match="is collective, but the actors are on 2 hosts"):
@@ -187,8 +187,11 @@ def test_too_few_gpus_do_not_fit_however_large_they_are(small):
     plan = compare(config, three, traces)
     assert all(memory.fits for memory in plan.memory)
     assert not plan.fits
-    assert plan.fix.startswith("the actors' parallelism needs 4 GPUs, and there are 3: set --pl")
+    assert plan.fix.startswith("the actors' parallelism needs 4 GPUs, and there are 3: set pla")
     assert compare(changed(config, "--placement colocated"), three, traces).fits
+    # Actors that work at the same time cannot share.
+    asynchronous = changed(config, "--max_offpolicy_steps 1")
+    assert "there are 3: lower trainer.parallelism" in compare(asynchronous, three, traces).fix
 
 
 def test_a_reference_is_counted_where_it_is(small):
@@ -252,10 +255,10 @@ def test_what_a_plan_says_to_change_makes_it_fit(small, traced, changes, actor, 
 
 def test_machines_by_name():
     machine = parse_machine("64xh100")
-    assert (machine.name, machine.count, machine.per_node) == ("H100", 64, 8)
-    assert machine.spans_nodes((0, 8))
-    assert not machine.spans_nodes(tuple(range(8)))
-    assert parse_machine("16xA100", nodes=4).per_node == 4
+    assert (machine.name, machine.count, machine.per_host) == ("H100", 64, 8)
+    assert machine.spans_hosts((0, 8))
+    assert not machine.spans_hosts(tuple(range(8)))
+    assert parse_machine("16xA100", hosts=4).per_host == 4
     assert parse_machine("Mine", memory_gib=10, tflops=5).gpu == PlannedGpu(10, 5, 1000, 25, 25)
     assert parse_machine("H100", memory_gib=40).gpu.memory_gib == 40
 
@@ -267,14 +270,14 @@ def test_this_machine_has_what_its_container_may_use(tmp_path, monkeypatch):
     machine = this_machine()
     assert machine.is_cpu
     assert machine.gpu.memory_gib == 2
-    assert not machine.spans_nodes((0, 8))
+    assert not machine.spans_hosts((0, 8))
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda: parse_machine("8xH10"), "did you mean 'H100'"),
-        (lambda: parse_machine("8xH100", nodes=3), "cannot be on 3 hosts alike"),
+        (lambda: parse_machine("8xH100", hosts=3), "cannot be on 3 hosts alike"),
         (
             lambda: make_plan(
                 replace(recipe("grpo_sum_digits_qwen3_14b"), model="models/Nemo"),

@@ -25,6 +25,7 @@ from torchtitan_rl.weight_sync.pair import (
     transfer,
 )
 from torchtitan_rl.weight_sync.reading import open_snapshot
+from torchtitan_rl.weight_sync.side_stream import SideStream
 from torchtitan_rl.weight_sync.transport import make_publisher
 
 
@@ -133,13 +134,17 @@ def test_other_groups_keep_their_watchdog(monkeypatch, before):
     assert os.environ.get("TORCH_NCCL_BLOCKING_WAIT") == before
 
 
+class Gpu(str):
+    """Stands for a GPU to which memory of the CPU belongs."""
+
+    type = "cuda"
+
+
 def test_what_is_received_on_a_device_is_no_shared_memory(monkeypatch):
-    monkeypatch.setattr(receiving, "this_host", str)
-    monkeypatch.setattr(
-        receiving.Link,
-        "_receive_shared",
-        lambda link, n, bounds, here, _: link._receive_on_device(n, bounds, here.slots),
-    )
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(receiving, "_near", lambda *_: Gpu("cpu"))
+    monkeypatch.setattr(receiving, "SideStream", lambda _: SideStream(cpu))
+    monkeypatch.setattr(receiving.Link, "_receive_shared", None)
     publisher = make_publisher("collective")
     for version in range(2):
         tensor = torch.randn(100, 3)

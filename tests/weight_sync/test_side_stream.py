@@ -9,7 +9,7 @@ import torch
 
 from torchtitan_rl.weight_sync import side_stream, snapshot
 from torchtitan_rl.weight_sync.handle import whole_tensors
-from torchtitan_rl.weight_sync.side_stream import SideStream
+from torchtitan_rl.weight_sync.side_stream import SideStream, copy_over
 from torchtitan_rl.weight_sync.transport import make_publisher
 
 
@@ -78,6 +78,36 @@ def test_copies_wait_for_what_was_queued_before_and_the_weights_for_the_copies(m
         "the thread waits for what side has queued",
         "weights are free",
     ]
+
+
+def test_weights_are_converted_on_their_device_and_arrive_as_they_are():
+    class Weights:
+        """Stands for weights on a GPU."""
+
+        device = torch.device("cuda", 0)
+
+        def __init__(self, values):
+            self.values = values
+
+        def to(self, dtype):
+            return self.values.to(dtype)
+
+    values = [torch.randn(3, 2), torch.randn(5)]
+    targets = [torch.zeros_like(v, dtype=torch.bfloat16) for v in values]
+    copy_over(targets, [Weights(v) for v in values])
+    assert all(torch.equal(t, v.bfloat16()) for t, v in zip(targets, values, strict=True))
+
+
+def test_values_on_a_gpu_are_compared_there_by_their_bytes():
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+        def numpy(self):
+            raise TypeError("can't convert cuda:0 device type tensor to numpy")
+
+    held = torch.tensor([torch.nan, 0.0, 1.0]).as_subclass(OnGpu)
+    assert snapshot._equal(held, held.clone())
+    assert not snapshot._equal(held, torch.tensor([torch.nan, -0.0, 1.0]).as_subclass(OnGpu))
 
 
 class Cudart:

@@ -14,7 +14,12 @@ from torchtitan_rl.platform import worker_env
 from torchtitan_rl.supervision.spawn import spawn
 from torchtitan_rl.weight_sync.handle import Part, Slot
 from torchtitan_rl.weight_sync.rdma import _changed_blocks
-from torchtitan_rl.weight_sync.transport import Ends, check_folder, choose_transport
+from torchtitan_rl.weight_sync.transport import (
+    Ends,
+    check_folder,
+    choose_transport,
+    wants_checksums,
+)
 
 SIZE = 2_500_000  # 25 MB: more than one block of RDMA
 
@@ -165,6 +170,19 @@ def test_the_transport_is_chosen_and_said(asked, ends, chosen, said):
     transport, why = choose_transport(WeightSyncConfig(transport=asked), ends)
     assert transport == chosen
     assert said in why
+
+
+@pytest.mark.parametrize(
+    ("transport", "device", "checked"),
+    [
+        ("shm", "cpu", False),
+        ("file", "cuda", True),
+        *((transport, "cpu", True) for transport in ("rdma", "collective")),
+        *((transport, "cuda", False) for transport in ("rdma", "collective")),
+    ],
+)
+def test_by_default_bytes_that_a_cpu_sends_or_files_keep_have_checksums(transport, device, checked):
+    assert wants_checksums(WeightSyncConfig(), transport, device) == checked
 
 
 @pytest.mark.parametrize("transport", ["auto", "shm", "rdma", "collective"])

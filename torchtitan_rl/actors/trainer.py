@@ -328,6 +328,10 @@ class Trainer(Actor):
         """Weights and optimizer states of this rank."""
         self.rank.reshard()
         yield from self.model.parameters()
+        yield from self.optimizer_states()
+
+    def optimizer_states(self) -> Iterator[torch.Tensor]:
+        """What the optimizer keeps from step to step."""
         for optimizer in self.optimizers:
             for state in optimizer.state.values():
                 yield from (value for value in state.values() if isinstance(value, torch.Tensor))

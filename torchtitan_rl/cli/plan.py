@@ -21,6 +21,8 @@ from torchtitan_rl.core.interrupts import end_on_interrupt
 from torchtitan_rl.recipes import registry
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from torchtitan_rl.run.plan import Plan
 
 PROGRAM = "torchtitan-rl plan"
@@ -57,28 +59,7 @@ def parse(
     arguments: Sequence[str], *, prog: str = PROGRAM
 ) -> tuple[argparse.Namespace, RunConfig | None]:
     """The command's own options, and the recipe with its overrides; None: help was asked for."""
-    first = argparse.ArgumentParser(
-        prog=prog,
-        add_help=False,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description=(__doc__ or "").partition("\n")[0],
-        epilog=f"Every setting of a recipe can be changed: {prog} --config <recipe> --help",
-    )
-    add = first.add_argument
-    add("--config", metavar="RECIPE", help="the recipe to plan")
-    add("--module", default=registry.DEFAULT_MODULE, help="your own recipes, as for train")
-    add(
-        "--gpus", default="", help="8xH100, 64xH200, A100-40GB, ...; without it: this machine's CPU"
-    )
-    add("--nodes", type=int, default=0, help="hosts that the GPUs are on; 8 GPUs each by default")
-    add("--gpu_memory_gib", type=float, default=0.0, help="memory of a GPU, if not the usual")
-    add("--gpu_tflops", type=float, default=0.0, help="its dense bfloat16 speed, if not the usual")
-    add("--utilisation", type=float, default=0.4, help="share of that speed that is reached")
-    add("--prompt_tokens", type=int, default=0, help="tokens of a prompt, on average")
-    add("--completion_tokens", type=int, default=0, help="tokens of a completion, on average")
-    add("--hf_config", default="", help="a config.json, for a model that is not here yet")
-    add("--json", action="store_true", help="print JSON in place of tables")
+    first = options(prog)
     chosen, overrides = first.parse_known_args(arguments)
     if chosen.config is None and {"-h", "--help"} & set(overrides):
         first.print_help()
@@ -90,12 +71,39 @@ def parse(
         raise CommandError(
             f"--utilisation is a share, above 0 and up to 1; got {chosen.utilisation}"
         )
-    for name in ("prompt_tokens", "completion_tokens", "nodes", "gpu_memory_gib", "gpu_tflops"):
+    for name in ("prompt_tokens", "completion_tokens", "hosts", "gpu_memory_gib", "gpu_tflops"):
         if getattr(chosen, name) < 0:
             raise CommandError(f"--{name} must not be negative")
     recipe = registry.build_recipe(chosen.config, known)
     refuse_old_flags(overrides)
     return chosen, read_overrides(recipe, overrides, prog=f"{prog} --config {chosen.config}")
+
+
+def options(prog: str) -> argparse.ArgumentParser:
+    """The options of the command itself; all others are settings of the recipe."""
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        add_help=False,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=(__doc__ or "").partition("\n")[0],
+        epilog=f"Every setting of a recipe can be changed: {prog} --config <recipe> --help",
+    )
+    add = parser.add_argument
+    add("--config", metavar="RECIPE", help="the recipe to plan")
+    add("--module", default=registry.DEFAULT_MODULE, help="your own recipes, as for train")
+    add(
+        "--gpus", default="", help="8xH100, 64xH200, A100-40GB, ...; without it: this machine's CPU"
+    )
+    add("--hosts", type=int, default=0, help="hosts that the GPUs are on; 8 GPUs each by default")
+    add("--gpu_memory_gib", type=float, default=0.0, help="memory of a GPU, if not the usual")
+    add("--gpu_tflops", type=float, default=0.0, help="its dense bfloat16 speed, if not the usual")
+    add("--utilisation", type=float, default=0.4, help="share of that speed that is reached")
+    add("--prompt_tokens", type=int, default=0, help="tokens of a prompt, on average")
+    add("--completion_tokens", type=int, default=0, help="tokens of a completion, on average")
+    add("--hf_config", default="", help="a config.json, for a model that is not here yet")
+    add("--json", action="store_true", help="print JSON in place of tables")
+    return parser
 
 
 def make(chosen: argparse.Namespace, config: RunConfig) -> "Plan":
@@ -105,7 +113,7 @@ def make(chosen: argparse.Namespace, config: RunConfig) -> "Plan":
     if chosen.gpus:
         machine = parse_machine(
             chosen.gpus,
-            nodes=chosen.nodes,
+            hosts=chosen.hosts,
             memory_gib=chosen.gpu_memory_gib,
             tflops=chosen.gpu_tflops,
         )
@@ -133,8 +141,6 @@ def make(chosen: argparse.Namespace, config: RunConfig) -> "Plan":
 
 def show(plan: "Plan") -> None:
     """Print a plan as tables."""
-    from rich.table import Table
-
     from torchtitan_rl.observability.console import console
 
     machine = plan.machine
@@ -145,17 +151,7 @@ def show(plan: "Plan") -> None:
         f"{plan.traced_seconds:.1f} s",
         markup=False,
     )
-    table = Table(title="memory of each process, GiB", title_justify="left")
-    for column in ("", *(f"{m.actor} x{m.processes}" for m in plan.memory)):
-        table.add_column(column, justify="right" if column else "left")
-    kinds = dict.fromkeys(kind for m in plan.memory for kind in m.bytes)
-    for kind in kinds:
-        table.add_row(kind, *(_gib(m.bytes.get(kind)) for m in plan.memory))
-    table.add_section()
-    table.add_row("together", *(_gib(m.total) for m in plan.memory))
-    table.add_row("available", *(_gib(m.available) for m in plan.memory))
-    table.add_row("fits", *("yes" if m.fits else "NO" for m in plan.memory))
-    console.print(table)
+    console.print(memory_table(plan))
     if plan.fix:
         console.print(f"the run does not fit: {plan.fix}", markup=False)
     for memory in plan.memory:
@@ -171,35 +167,61 @@ def show(plan: "Plan") -> None:
         f"{plan.row_tokens} tokens on each rank",
         markup=False,
     )
-    table = Table(title=_stages_title(plan), title_justify="left")
-    for column in ("", "TFLOP", "compute s", "memory s", "wire s", "bound", "seconds"):
-        table.add_column(column, justify="right" if column else "left")
-    for stage in plan.stages:
-        times = (stage.compute_seconds, stage.memory_seconds, stage.wire_seconds)
-        figures = (f"{stage.flops / 1e12:.4g}", *map(_seconds, times))
-        table.add_row(stage.name, *figures, stage.bound, _seconds(stage.seconds))
-    console.print(table)
-    table = Table(
-        title=f"a sync of the weights; this run uses {plan.transport}", title_justify="left"
-    )
-    for column in ("transport", "GiB written", "GiB read", "seconds"):
-        table.add_column(column, justify="left" if column == "transport" else "right")
-    for sync in plan.syncs:
-        took = "as the disk" if sync.seconds is None else _seconds(sync.seconds)
-        table.add_row(sync.transport, _gib(sync.written), _gib(sync.read), took)
-    console.print(table)
+    console.print(stage_table(plan))
+    console.print(sync_table(plan))
     for note in plan.notes:
         console.print(f"note: {note}", markup=False)
 
 
-def _stages_title(plan: "Plan") -> str:
-    return f"a step, for each process, at {plan.utilisation:.0%} of its speed"
+def memory_table(plan: "Plan") -> "Table":
+    """A row for each kind of memory, a column for each actor."""
+    names = (f"{m.actor} x{m.processes}" for m in plan.memory)
+    table = _table("memory of each process, GiB", "", *names)
+    for kind in dict.fromkeys(kind for m in plan.memory for kind in m.bytes):
+        table.add_row(kind, *(_gib(m.bytes.get(kind)) for m in plan.memory))
+    table.add_section()
+    table.add_row("together", *(_gib(m.total) for m in plan.memory))
+    table.add_row("available", *(_gib(m.available) for m in plan.memory))
+    table.add_row("fits", *("yes" if m.fits else "NO" for m in plan.memory))
+    return table
+
+
+def stage_table(plan: "Plan") -> "Table":
+    """A row for each stage of a step."""
+    columns = ("", "TFLOP", "compute s", "memory s", "wire s", "bound", "seconds")
+    table = _table(f"a step, for each process, at {plan.utilisation:.0%} of its speed", *columns)
+    for stage in plan.stages:
+        times = (stage.compute_seconds, stage.memory_seconds, stage.wire_seconds)
+        figures = (f"{stage.flops / 1e12:.4g}", *map(_seconds, times))
+        table.add_row(stage.name, *figures, stage.bound, _seconds(stage.seconds))
+    return table
+
+
+def sync_table(plan: "Plan") -> "Table":
+    """A row for each transport that the run could use."""
+    columns = ("transport", "GiB written", "GiB read", "seconds")
+    table = _table(f"a sync of the weights; this run uses {plan.transport}", *columns)
+    for sync in plan.syncs:
+        took = "as the disk" if sync.seconds is None else _seconds(sync.seconds)
+        table.add_row(sync.transport, _gib(sync.written), _gib(sync.read), took)
+    return table
+
+
+def _table(title: str, first: str, *others: str) -> "Table":
+    """An empty table; all columns but the first have figures."""
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    table.add_column(first)
+    for name in others:
+        table.add_column(name, justify="right")
+    return table
 
 
 def _gib(nbytes: int | None) -> str:
-    return (
-        "" if nbytes is None else f"{nbytes / GIB:.3g}" if nbytes < GIB else f"{nbytes / GIB:.1f}"
-    )
+    if nbytes is None:
+        return ""
+    return f"{nbytes / GIB:.3g}" if nbytes < GIB else f"{nbytes / GIB:.1f}"
 
 
 def _seconds(seconds: float) -> str:

@@ -219,6 +219,16 @@ class RunConfig:
         return range(trainer), range(trainer, last), range(last, last + ranks)
 
     @property
+    def gpus_needed(self) -> int:
+        """GPUs that the actors need, all together."""
+        return max(own.stop for own in self.gpus)
+
+    @property
+    def could_share_gpus(self) -> bool:
+        """Whether they would need fewer with `placement` colocated, which nothing else forbids."""
+        return self.placement == "separate" and not self.max_offpolicy_steps
+
+    @property
     def has_reference(self) -> bool:
         """Whether a loss compares with the starting model."""
         return self.trainer.loss.ref_kl.on

@@ -79,6 +79,11 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
     if "num_local_experts" in config:
         config.setdefault("num_experts", config["num_local_experts"])  # transformers 5 renames it
     config.setdefault("tie_word_embeddings", architecture.tied)
+    _check_fields(config, architecture, path)
+    return config
+
+
+def _check_fields(config: dict[str, Any], architecture: Architecture, path: Path) -> None:
     for name in architecture.needed:
         if name not in config:
             raise ModelFolderError(f"{path} lacks the field {name!r}")
@@ -89,7 +94,11 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
             raise ModelFolderError(
                 f"{path} has {name} = {config[name]!r}; only {supported!r} is supported"
             )
-    return config
+    if windows := set(config.get("layer_types") or ()) - {"full_attention"}:
+        raise ModelFolderError(
+            f"{path} has layers of the type {', '.join(sorted(windows))}; only full_attention is "
+            "supported"
+        )
 
 
 def architecture_of(config: dict[str, Any], path: str | Path = "config.json") -> Architecture:

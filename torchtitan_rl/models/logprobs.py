@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from torchtitan_rl.models.cpu.products import product
 from torchtitan_rl.platform import device_type
 
 PIECE_ELEMENTS = {"cpu": 2**23, "cuda": 2**27}
@@ -78,7 +79,7 @@ def _pieces(tokens: int, weight: torch.Tensor, shard: VocabShard) -> Iterator[sl
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
     scale = temperatures.unsqueeze(-1)
     if hidden.dtype == torch.float32:  # hidden states are fewer than logits
-        return (hidden / scale) @ weight.T
+        return product(hidden / scale, weight.T)
     return (hidden @ weight.T).float().div_(scale)
 
 
@@ -157,7 +158,7 @@ class _ChosenLogprobs(torch.autograd.Function):
             rows, here = ctx.shard.own(targets[piece], len(weight))
             grad_logits.scatter_add_(-1, rows.unsqueeze(-1), (scale[piece] * here).unsqueeze(-1))
             grad_logits = grad_logits.to(weight.dtype)
-            grad_hidden[piece] = grad_logits @ weight
+            grad_hidden[piece] = product(grad_logits, weight)
             if of_weight:
                 grad_weight = _plus_product(grad_weight, grad_logits.T, hidden[piece])
             del grad_logits
@@ -174,7 +175,7 @@ def _plus_product(
 ) -> torch.Tensor:
     """total + left @ right, in its place; None is 0, and makes it fp32."""
     if total is None:
-        return (left @ right).float()
+        return product(left, right).float()
     if left.dtype == total.dtype:
         return total.addmm_(left, right)
     return total.add_(left @ right)

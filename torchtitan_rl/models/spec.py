@@ -22,11 +22,11 @@ from torchtitan.models.qwen3 import Qwen3Model, parallelize_qwen3
 from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 from torchtitan.protocols.model_spec import ModelSpec
 
-from torchtitan_rl.models.cpu.attention import PackedAttention
-from torchtitan_rl.models.cuda.attention import PackedFlashAttention
+from torchtitan_rl.models import cpu, cuda
 from torchtitan_rl.models.head import LogprobHead
 from torchtitan_rl.models.hf import architecture_of, head_size, moe_layers, read_hf_config
 from torchtitan_rl.models.moe import HFAdapter, moe_config
+from torchtitan_rl.models.parts import Parts
 from torchtitan_rl.models.rope import rope_config
 from torchtitan_rl.platform import device_type
 
@@ -58,19 +58,21 @@ def _decoder(config: dict[str, Any], name: str) -> ModelSpec:
         "bias": nn.init.zeros_,
     }
     tied = config["tie_word_embeddings"]
-    on_cpu = device_type() == "cpu"
+    parts = (cpu if device_type() == "cpu" else cuda).apply(Parts())
 
     def norm(size: int) -> RMSNorm.Config:
         ones = {"weight": nn.init.ones_}
         return RMSNorm.Config(normalized_shape=size, eps=eps, param_init=ones)
 
     def feed_forward() -> FeedForward.Config:
-        return make_ffn_config(
+        made = make_ffn_config(
             dim=dim,
             hidden_dim=config["intermediate_size"],
             w1_param_init=linear,
             w2w3_param_init=linear,
         )
+        w1, w2, w3 = map(parts.as_linear, (made.w1, made.w2, made.w3))
+        return FeedForward.Config(w1=w1, w2=w2, w3=w3)
 
     def attention(number: int) -> GQAttention.Config:
         made = make_gqa_config(
@@ -80,14 +82,15 @@ def _decoder(config: dict[str, Any], name: str) -> ModelSpec:
             head_dim=head_dim,
             wqkv_param_init=linear,
             wo_param_init=linear,
-            inner_attention=(PackedAttention if on_cpu else PackedFlashAttention).Config(),
+            inner_attention=parts.attention.Config(),
             fuse_qkv=True,
             rope=rope_config(config, rotates=architecture.rotates(config, number)),
             qk_norm=norm(head_dim) if architecture.qk_norm else None,
         )
         qkv = made.qkv_linear
         assert isinstance(qkv, FusedQKVLinear.Config)
-        qkv.wqkv = replace(qkv.wqkv, bias=architecture.qkv_bias)
+        qkv.wqkv = parts.as_linear(replace(qkv.wqkv, bias=architecture.qkv_bias))
+        made.wo = parts.as_linear(made.wo)
         return made
 
     def layer(number: int) -> Qwen3TransformerBlock.Config:

@@ -375,6 +375,12 @@ def _grouped_mm(
     return 2 * a[-2] * a[-1] * b[-1]
 
 
+def _onednn_linear(
+    x: Sequence[int], weight: Sequence[int], *_: Any, out_shape: Any = None, **__: Any
+) -> int:
+    return 2 * x[0] * x[1] * weight[0]
+
+
 def _cpu_flash(
     q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, out_shape: Any = None, **__: Any
 ) -> int:
@@ -395,6 +401,7 @@ def _cpu_flash_backward(
 
 EXTRA_FORMULAS: dict[Any, Any] = {
     aten._grouped_mm: _grouped_mm,
+    torch.ops.mkldnn._linear_pointwise: _onednn_linear,
     aten._scaled_dot_product_flash_attention_for_cpu: _cpu_flash,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_flash_backward,
 }

@@ -208,21 +208,26 @@ def _visible_gpus() -> list[str]:
 
 
 def check_gpus(needed: int, *, can_share: bool) -> None:
-    """Refuse a CUDA machine with fewer GPUs than the actors need; `can_share`: `placement
-    colocated`, by which they need fewer, can be set."""
+    """Refuse a CUDA machine with fewer GPUs than the actors need; see `too_few_gpus`."""
     import torch
 
     if device_type() == "cuda" and torch.cuda.device_count() < needed:
-        share = (
-            "set placement to colocated (--placement colocated), by which trainer and generators "
-            "share GPUs and take turns, "
-        )
-        raise ValueError(
-            f"the actors' parallelism needs {needed} GPUs; this machine has "
-            f"{torch.cuda.device_count()}: {share if can_share else ''}lower trainer.parallelism, "
-            "generator.replicas, generator.tensor_parallel_degree or "
-            "trainer.reference.parallelism, or run on the CPU (make train PLATFORM=cpu)"
-        )
+        why = too_few_gpus(needed, torch.cuda.device_count(), can_share=can_share)
+        raise ValueError(f"{why}, or run on the CPU (make train PLATFORM=cpu)")
+
+
+def too_few_gpus(needed: int, there: int, *, can_share: bool) -> str:
+    """What to change where there are fewer GPUs than the actors need; `can_share`: `placement
+    colocated`, by which they need fewer, can be set."""
+    share = (
+        "set placement to colocated (--placement colocated), by which trainer and generators "
+        "share GPUs and take turns, "
+    )
+    return (
+        f"the actors' parallelism needs {needed} GPUs, and there are {there}: "
+        f"{share if can_share else ''}lower trainer.parallelism, generator.replicas, "
+        "generator.tensor_parallel_degree or trainer.reference.parallelism"
+    )
 
 
 def adapt_torchtitan() -> None:

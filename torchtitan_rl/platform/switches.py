@@ -13,7 +13,7 @@ VARIABLE = "TORCHTITAN_RL_WITHOUT"
 
 NAMES = (
     # engines/vllm/cpu, models/cpu
-    *("norms", "direct_load", "packed_attention"),
+    *("norms", "direct_load", "packed_attention", "accumulating_linear", "onednn_products"),
     # platform
     "release_freed_memory",
     # the environment of workers: `platform.worker_env`

@@ -25,8 +25,7 @@ def check_code(config: RunConfig) -> None:
 
 def check_machine(config: RunConfig) -> None:
     """Refuse settings that this machine, its devices or its file system, cannot serve."""
-    needed = max(gpus.stop for gpus in config.gpus)
-    check_gpus(needed, can_share=config.placement == "separate" and not config.max_offpolicy_steps)
+    check_gpus(config.gpus_needed, can_share=config.could_share_gpus)
     if config.trainer.compile:
         check_compiler()
     check_folder(config.trainer.weight_sync)

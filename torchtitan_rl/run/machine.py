@@ -54,7 +54,7 @@ class PlannedMachine:
     name: str
     count: int
     """GPUs in all; 0: the run is planned for the CPU and memory of this machine."""
-    per_node: int
+    per_host: int
     """GPUs of each host."""
     gpu: PlannedGpu
 
@@ -65,22 +65,22 @@ class PlannedMachine:
     def hosts(self, gpus: Iterable[int]) -> frozenset[int]:
         """Numbers of the hosts that GPUs are on. Those that are missing count as the last host's;
         the processes of a CPU are all on one."""
-        return frozenset(min(gpu, self.count - 1) // self.per_node for gpu in gpus)
+        return frozenset(min(gpu, self.count - 1) // self.per_host for gpu in gpus)
 
-    def spans_nodes(self, ranks: tuple[int, ...], *, first: int = 0) -> bool:
+    def spans_hosts(self, ranks: tuple[int, ...], *, first: int = 0) -> bool:
         """Whether a process group is on several hosts; `first` is the GPU of its rank 0."""
         return len(self.hosts(first + rank for rank in ranks)) > 1
 
 
 def parse_machine(
-    given: str, *, nodes: int = 0, memory_gib: float = 0.0, tflops: float = 0.0
+    given: str, *, hosts: int = 0, memory_gib: float = 0.0, tflops: float = 0.0
 ) -> PlannedMachine:
-    """A machine by its GPUs, on hosts of 8 unless `nodes` says how many hosts there are. Sizes that
+    """A machine by its GPUs, on hosts of 8 unless `hosts` says how many hosts there are. Sizes that
     are given take the place of those known, and are needed for a GPU of another name.
 
     Example:
         >>> machine = parse_machine("64xH100")
-        >>> machine.count, machine.per_node, machine.gpu.memory_gib
+        >>> machine.count, machine.per_host, machine.gpu.memory_gib
         (64, 8, 79.6)
     """
     matched = re.fullmatch(r"(?:(\d+)x)?(.+)", given.strip(), re.IGNORECASE)
@@ -96,9 +96,9 @@ def parse_machine(
         )
     gpu = gpu or PlannedGpu(memory_gib, tflops, 1000, 25, 25)
     gpu = replace(gpu, memory_gib=memory_gib or gpu.memory_gib, tflops=tflops or gpu.tflops)
-    if count < 1 or (nodes and count % nodes):
-        raise MachineError(f"--gpus {given}: {count} GPUs cannot be on {nodes} hosts alike")
-    return PlannedMachine(key or name, count, count // nodes if nodes else min(count, 8), gpu)
+    if count < 1 or (hosts and count % hosts):
+        raise MachineError(f"--gpus {given}: {count} GPUs cannot be on {hosts} hosts alike")
+    return PlannedMachine(key or name, count, count // hosts if hosts else min(count, 8), gpu)
 
 
 def this_machine() -> PlannedMachine:
@@ -106,7 +106,7 @@ def this_machine() -> PlannedMachine:
     measured in half a second."""
     memory, _ = usable_memory()
     gpu = PlannedGpu(memory / 2**30, _matmul_tflops(), _copy_gbs(), 5, 5, 1)
-    return PlannedMachine("this machine's CPU", count=0, per_node=1, gpu=gpu)
+    return PlannedMachine("this machine's CPU", count=0, per_host=1, gpu=gpu)
 
 
 def _matmul_tflops(size: int = 1024) -> float:
@@ -114,11 +114,13 @@ def _matmul_tflops(size: int = 1024) -> float:
 
     import torch
 
+    from torchtitan_rl.models.cpu.products import product
+
     a = torch.ones(size, size)
-    torch.mm(a, a)
+    product(a, a)
     started = time.perf_counter()
     for _ in range(4):
-        torch.mm(a, a)
+        product(a, a)
     return 4 * 2 * size**3 / (time.perf_counter() - started) / 1e12
 
 

@@ -16,7 +16,7 @@ from torchtitan_rl.models.archs.registry import SHAPES
 from torchtitan_rl.models.hf import atomic_folder, read_hf_config
 from torchtitan_rl.models.makers.tiny import write_tiny_model
 from torchtitan_rl.models.trace import Collective, Kind
-from torchtitan_rl.platform import DeviceType, assume_device, resolve_dtype
+from torchtitan_rl.platform import DeviceType, assume_device, resolve_dtype, too_few_gpus
 from torchtitan_rl.run.checks import check_shape
 from torchtitan_rl.run.machine import PlannedMachine
 from torchtitan_rl.run.starting_model import model_folder
@@ -294,7 +294,7 @@ def compare(
         machine=machine,
         lengths=lengths,
         utilisation=utilisation,
-        gpus_needed=len({gpu for own in config.gpus for gpu in own}),
+        gpus_needed=config.gpus_needed,
         fix=_more_gpus(config, machine),
         transport=transport,
         row_tokens=trainer.row_tokens,
@@ -416,15 +416,10 @@ def _say_whether_it_fits(config: RunConfig, plan: Plan, traces: Traces) -> None:
 
 def _more_gpus(config: RunConfig, machine: PlannedMachine) -> str:
     """What to change if the actors need more GPUs than there are; empty if they do not."""
-    needed = len({gpu for own in config.gpus for gpu in own})
+    needed = config.gpus_needed
     if machine.is_cpu or needed <= machine.count:
         return ""
-    share = "" if config.placement == "colocated" else "set --placement colocated, or "
-    return (
-        f"the actors' parallelism needs {needed} GPUs, and there are {machine.count}: {share}lower "
-        "trainer.parallelism, generator.replicas, generator.tensor_parallel_degree or "
-        "trainer.reference.parallelism"
-    )
+    return too_few_gpus(needed, machine.count, can_share=config.could_share_gpus)
 
 
 def _fix(config: RunConfig, plan: Plan, memory: Memory, traces: Traces, over: int) -> str:
@@ -486,7 +481,7 @@ def _train(machine: PlannedMachine, trainer: TrainerTrace, utilisation: float) -
 
 
 def _wire_seconds(machine: PlannedMachine, collective: Collective, *, first: int = 0) -> float:
-    away = machine.spans_nodes(collective.ranks, first=first)
+    away = machine.spans_hosts(collective.ranks, first=first)
     rate = machine.gpu.network_gbs if away else machine.gpu.link_gbs
     return collective.wire_bytes / (rate * 1e9)
 
@@ -556,7 +551,7 @@ def _sync(config: RunConfig, machine: PlannedMachine, traces: Traces, transport:
     if transport == "shm":
         seconds = to_host + whole / (HOST_GBS * 1e9) + from_host
         return Sync(transport, whole, whole * workers, seconds)
-    network = whole * workers / (min(machine.per_node, workers) * gpu.network_gbs * 1e9)
+    network = whole * workers / (min(machine.per_host, workers) * gpu.network_gbs * 1e9)
     return Sync(transport, whole, whole * workers, to_host + network + from_host)
 
 

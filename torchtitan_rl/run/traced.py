@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torchtitan.models.common.attention import GQAttention
 
@@ -52,6 +53,7 @@ class TrainerTrace:
     microbatches: int
     """Microbatches of this rank in one update."""
     traced: int
+    """Microbatches that were traced; the rest are like the first of them."""
     updates: int
     """Optimizer steps in a step."""
     published: int
@@ -154,7 +156,7 @@ def trace_trainer(
     # Tokens of this rank in one update, and the microbatches that they fill.
     tokens = tokens_per_step(config, lengths) / degree / settings.updates_per_step
     microbatches = max(1, math.ceil(tokens / row.tokens))
-    traced = min(microbatches, _traced(settings))
+    traced = min(microbatches, _microbatches_to_trace(settings))
     with traced_trainer(config, folder, device=device, rank=rank) as trainer:
         trace, own = trainer.trace, trainer.rank
         with trace:
@@ -179,9 +181,9 @@ def trace_trainer(
         )
 
 
-def _traced(settings: TrainerConfig) -> int:
-    """Microbatches that have to be traced: the first is like all others if ranks add up its
-    gradients as they come. Else the last is another, or gradients are made twice."""
+def _microbatches_to_trace(settings: TrainerConfig) -> int:
+    """One if the first is like all others, as where ranks add up its gradients as they come; else
+    two: the last is another, or gradients are made twice."""
     degrees = settings.parallelism
     sums = settings.gradient_sync == "every_microbatch"
     sharded = degrees.data_parallel_shard_degree > 1 and degrees.data_parallel_replicate_degree == 1
@@ -208,12 +210,6 @@ class TracedTrainer(Trainer):
             async_mode="disabled",
             seed=config.seed,
         )
-
-    def optimizer_states(self) -> Iterator[torch.Tensor]:
-        """What the optimizer keeps from step to step."""
-        for optimizer in self.optimizers:
-            for state in optimizer.state.values():
-                yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
 @contextmanager
@@ -335,14 +331,6 @@ def trace_generator(
     prefilled = own_prompts * (lengths.prompt + (config.samples_per_prompt - 1) * rest)
     prefilled = min(prefilled, engine.max_num_batched_tokens)
     prompts = max(1, prefilled // lengths.prompt)
-    kv: list[int] = []
-
-    def note_kv(_: Any, args: tuple, given: dict) -> None:
-        for name, place in (("k_BLNH", 1), ("v_BLNH", 2)):
-            tensor = given[name] if name in given else args[place]
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            kv.append(local[0, 0].numel() * local.element_size())
-
     with fake_group(degree), assume_device(device):
         trace = Trace()
         own = TracedRank(
@@ -353,9 +341,7 @@ def trace_generator(
             seed=0,
             inference=True,
         )
-        for module in own.model.modules():
-            if isinstance(module, GQAttention):
-                module.inner_attention.register_forward_pre_hook(note_kv, with_kwargs=True)
+        kv = _kv_sizes(own.model)
         own.head.register_forward_pre_hook(lambda *_: trace.enter("head"))
         own.head.register_forward_hook(lambda *_: trace.enter("inference"))
         cell = _cell(config, Lengths(lengths.prompt, 1), prompts)
@@ -380,6 +366,23 @@ def trace_generator(
         collectives=work.collectives,
         prefill_tokens=cell.tokens,
     )
+
+
+def _kv_sizes(model: nn.Module) -> list[int]:
+    """Bytes of a token's keys, and of its values, in each layer: a list that the model's next
+    forward pass fills."""
+    found: list[int] = []
+
+    def note(_: Any, args: tuple, given: dict) -> None:
+        for name, place in (("k_BLNH", 1), ("v_BLNH", 2)):
+            tensor = given[name] if name in given else args[place]
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            found.append(local[0, 0].numel() * local.element_size())
+
+    for module in model.modules():
+        if isinstance(module, GQAttention):
+            module.inner_attention.register_forward_pre_hook(note, with_kwargs=True)
+    return found
 
 
 def _sample(logits: torch.Tensor) -> torch.Tensor:

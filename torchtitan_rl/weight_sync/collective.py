@@ -104,8 +104,8 @@ class Offer:
             for number, position in zip(message.pieces, message.positions, strict=True):
                 piece = self.piece(pieces[number])
                 nbytes = piece.numel() * piece.itemsize
-                room = packed[position : position + nbytes].view(piece.dtype)
-                room.view(piece.shape).copy_(piece)
+                target = packed[position : position + nbytes].view(piece.dtype)
+                target.view(piece.shape).copy_(piece)
             yield packed
 
     def piece(self, piece: Piece) -> torch.Tensor:

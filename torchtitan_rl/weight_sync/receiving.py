@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -175,8 +176,8 @@ class Link:
         self._control = Control(connection, seconds)
         try:
             self._control.send(token=location.token)
-            heard = self._control.receive()
-            store = connected_store(location.address, heard["port"], seconds)
+            port = self._control.receive()["port"]
+            store = connected_store(location.address, port, seconds)
             self._pair = join(
                 store, READER, location.device, address=location.address, seconds=seconds
             )
@@ -186,32 +187,17 @@ class Link:
 
     def fetch(self, part: Part, version: int, pieces: Sequence[Piece], *, alone: bool) -> Held:
         """The pieces of a part. `alone`: not from another reader's memory."""
-        host = "" if alone or self._device.type != "cpu" else this_host()
-        partial = {piece.slot for piece in pieces if piece.box != slot_box(part.slots[piece.slot])}
         messages = lay_out(part.slots, pieces)
-        self._control.send(
-            number=part.number,
-            version=version,
-            pieces=[[piece.slot, *piece.box] for piece in pieces],
-            sizes=[message.nbytes for message in messages],
-            checksums={slot: part.checksums[slot] for slot in partial if part.checksums},
-            host=host,
-        )
-        while (heard := self._control.receive()).get("wait"):
-            pass  # another reader is receiving the same
-        if "stale" in heard:
-            raise StaleHandleError(heard["stale"])
-        if "wrong" in heard:
-            raise WrongWeightsError(heard["wrong"])
+        answer = self._ask(part, version, pieces, messages, alone=alone)
         starts, nbytes = place(messages)
         slots = _slots_of(part, pieces, messages, starts)
         here = replace(part, slots=slots, changed=(part.number,) * len(slots), checksums=())
-        if "copy" in heard:
+        if "copy" in answer:
             try:
-                copy = _Shared(replace(here, location=ShmLocation(*heard["copy"])), version)
+                copy = _Shared(replace(here, location=ShmLocation(*answer["copy"])), version)
             except WeightSyncError as error:
                 raise CopyGoneError(str(error)) from error
-            copy.checksums = heard["checksums"]
+            copy.checksums = answer["checksums"]
             return copy
         ends = [start + message.nbytes for start, message in zip(starts, messages, strict=True)]
         bounds = list(zip(starts, ends, strict=True))
@@ -219,9 +205,36 @@ class Link:
             held = self._receive_shared(nbytes, bounds, here, version)
         else:
             held = self._receive_on_device(nbytes, bounds, slots)
-        held.checksums = heard["checksums"]
+        held.checksums = answer["checksums"]
         held.received = sum(slot.nbytes for slot in slots)
         return held
+
+    def _ask(
+        self,
+        part: Part,
+        version: int,
+        pieces: Sequence[Piece],
+        messages: Sequence[Message],
+        *,
+        alone: bool,
+    ) -> dict[str, Any]:
+        """Ask for pieces; the answer says where a copy is, or that they are on their way."""
+        partial = {piece.slot for piece in pieces if piece.box != slot_box(part.slots[piece.slot])}
+        self._control.send(
+            number=part.number,
+            version=version,
+            pieces=[[piece.slot, *piece.box] for piece in pieces],
+            sizes=[message.nbytes for message in messages],
+            checksums={slot: part.checksums[slot] for slot in partial if part.checksums},
+            host="" if alone or self._device.type != "cpu" else this_host(),
+        )
+        while (answer := self._control.receive()).get("wait"):
+            pass  # another reader is receiving the same
+        if "stale" in answer:
+            raise StaleHandleError(answer["stale"])
+        if "wrong" in answer:
+            raise WrongWeightsError(answer["wrong"])
+        return answer
 
     def _receive_shared(self, nbytes: int, bounds: Bounds, here: Part, version: int) -> Held:
         buffer = self._buffer(nbytes)
@@ -243,9 +256,9 @@ class Link:
 
     def _receive(self, data: torch.Tensor, bounds: Bounds) -> None:
         assert self._pair is not None
-        rooms = (data[first:last] for first, last in bounds)
+        messages = (data[first:last] for first, last in bounds)
         with self._side.after(self._side.mark()):
-            transfer(self._pair, rooms, sending=False)
+            transfer(self._pair, messages, sending=False)
 
     @property
     def is_closed(self) -> bool:

@@ -28,6 +28,7 @@ class SideStream:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._module: Any = torch.get_device_module(device)
+        # A stream of the CPU takes no device.
         on = {"device": device} if device.type == "cuda" else {}
         self._stream = self._module.Stream(**on)
         self._pinned: set[int] = set()
