@@ -70,10 +70,11 @@ TINY: dict[str, dict[str, Any]] = {
 """What sets each apart, by a name of ours."""
 
 
-def write_tiny(name: str, folder: Path, *, tokenizer: Path | None = None) -> Path:
-    """Write the tiny model of a name in TINY, with noise on all weights: none are alike."""
+def write_tiny(name: str, folder: Path, *, tokenizer: Path | None = None, **changes: Any) -> Path:
+    """Write the tiny model of a name in TINY, with noise on all weights: none are alike. `changes`
+    are to its config.json."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(SHAPE | TINY[name]))
+    (folder / "config.json").write_text(json.dumps(SHAPE | TINY[name] | changes))
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     for weight in model.parameters():
