@@ -12,8 +12,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from torchtitan_rl.config import LossConfig, Parallelism, RunConfig
+from torchtitan_rl.models.archs.registry import SHAPES
 from torchtitan_rl.models.makers.tiny import write_tiny_model
-from torchtitan_rl.models.shapes import SHAPES
 from torchtitan_rl.models.trace import Collective, Work
 from torchtitan_rl.recipes import registry
 from torchtitan_rl.run.plan import write_shape

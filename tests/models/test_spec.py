@@ -1,16 +1,16 @@
-"""From config.json to a torchtitan model: same function, same parameters, clear refusals."""
+"""From config.json to a torchtitan model: the parameters of public models, clear refusals."""
 
 import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from tests.models.support import forward, noisy_copy, titan_model
+from torchtitan_rl.models.archs.registry import SHAPES
 from torchtitan_rl.models.hf import ModelFolderError, check_parallelism, read_hf_config
 from torchtitan_rl.models.makers.tiny import TINY_QWEN3
 from torchtitan_rl.models.spec import build_on_meta, model_spec
 
+MISTRAL = SHAPES["Mistral-7B-Instruct-v0.3"]
 VALID = {**TINY_QWEN3, "vocab_size": 272}
 
 
@@ -24,76 +24,67 @@ def without(*names):
     return {key: value for key, value in VALID.items() if key not in names}
 
 
-def test_the_tiny_model_computes_what_transformers_computes(tiny_model, tmp_path):
-    folder = noisy_copy(tiny_model, tmp_path / "model")
-    tokens = torch.randint(0, 265, (3, 70))
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with torch.no_grad():
-        logits = forward(titan_model(folder), tokens)
-        expected = reference(tokens).logits
-    assert expected.std() > 0.5
-    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("head_dim", [None, 24])
-def test_a_llama_computes_what_transformers_computes(tmp_path, head_dim):
-    shape = {k: v for k, v in TINY_QWEN3.items() if k not in ("architectures", "model_type")}
-    config = LlamaConfig(**shape | {"vocab_size": 90, "head_dim": head_dim})
-    torch.manual_seed(0)
-    reference = LlamaForCausalLM(config)
-    for weight in reference.parameters():
-        weight.data += torch.randn_like(weight) * (0.3 if weight.dim() == 1 else 0.06)
-    reference.save_pretrained(tmp_path)
-    tokens = torch.randint(0, 90, (2, 30))
-    with torch.no_grad():
-        logits = titan_model(tmp_path)(tokens=tokens, positions=torch.arange(30).expand(2, 30))
-        expected = reference(tokens).logits
-    assert expected.std() > 0.5
-    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
-
-
-QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 151936,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "rope_theta": 1_000_000,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 40960,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "rope_scaling": None,
+TITANS = {
+    "Qwen3-0.6B": ("qwen3", "0.6B"),
+    "Qwen3-1.7B": ("qwen3", "1.7B"),
+    "Qwen3-14B": ("qwen3", "14B"),
+    "Qwen3-30B-A3B": ("qwen3", "30B-A3B"),
+    "Llama-3.2-1B-Instruct": ("llama3", "1B"),
+    "Llama-3.1-8B-Instruct": ("llama3", "8B"),
 }
+"""Models that torchtitan has too: its family and flavor."""
 
 
-@pytest.mark.parametrize(
-    ("flavor", "hidden", "layers", "heads", "intermediate", "tied", "millions"),
-    [
-        ("0.6B", 1024, 28, 16, 3072, True, 596),
-        ("1.7B", 2048, 28, 16, 6144, True, 1720),
-        ("14B", 5120, 40, 40, 17408, False, 14768),
-    ],
-)
-def test_public_qwen3_configs_give_torchtitans_own_parameters(
-    tmp_path, flavor, hidden, layers, heads, intermediate, tied, millions
-):
+@pytest.mark.parametrize("name", TITANS)
+def test_public_configs_give_torchtitans_own_parameters(tmp_path, name):
     # Here, not at the top: torchtitan may only be imported after torchtitan_rl.
+    from torchtitan.models.llama3 import llama3_configs
     from torchtitan.models.qwen3 import qwen3_configs
 
-    config = QWEN3 | {
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "intermediate_size": intermediate,
-        "tie_word_embeddings": tied,
-    }
-    model = build_on_meta(model_spec(write_config(tmp_path, config)))
+    family, flavor = TITANS[name]
     with torch.device("meta"):
         # The attention backend has no parameters.
-        expected = qwen3_configs[flavor](attn_backend="flex").build()
+        flavors = {"qwen3": qwen3_configs, "llama3": llama3_configs}[family]
+        expected = flavors[flavor](attn_backend="flex").build()
+    model = build_on_meta(model_spec(write_config(tmp_path, SHAPES[name])))
     assert shapes(model) == shapes(expected)
-    assert sum(p.numel() for p in model.parameters()) // 1_000_000 == millions
+
+
+MILLIONS = {
+    "Llama-3.1-8B-Instruct": 8030,
+    "Llama-3.1-70B-Instruct": 70554,
+    "Llama-3.2-1B-Instruct": 1236,
+    "Llama-3.2-3B-Instruct": 3213,
+    "Llama-3.3-70B-Instruct": 70554,
+    "Mistral-7B-Instruct-v0.3": 7248,
+    "Qwen2.5-0.5B-Instruct": 494,
+    "Qwen2.5-1.5B-Instruct": 1544,
+    "Qwen2.5-3B-Instruct": 3086,
+    "Qwen2.5-7B-Instruct": 7616,
+    "Qwen2.5-14B-Instruct": 14770,
+    "Qwen2.5-32B-Instruct": 32764,
+    "Qwen2.5-72B-Instruct": 72706,
+    "Qwen3-0.6B": 596,
+    "Qwen3-1.7B": 1721,
+    "Qwen3-4B": 4022,
+    "Qwen3-8B": 8191,
+    "Qwen3-14B": 14768,
+    "Qwen3-32B": 32762,
+    "Qwen3-30B-A3B": 30532,
+    "Qwen3-235B-A22B": 235094,
+    "SmolLM2-135M-Instruct": 135,
+    "SmolLM2-360M-Instruct": 362,
+    "SmolLM2-1.7B-Instruct": 1711,
+    "SmolLM3-3B": 3075,
+}
+"""Parameters of public models in millions, as their makers state them."""
+
+
+def test_public_configs_give_as_many_parameters_as_their_makers_state(tmp_path):
+    assert MILLIONS.keys() == SHAPES.keys()
+    for name, shape in SHAPES.items():
+        model = build_on_meta(model_spec(write_config(tmp_path, shape)))
+        assert round(sum(p.numel() for p in model.parameters()) / 1e6) == MILLIONS[name], name
 
 
 def shapes(model):
@@ -132,6 +123,10 @@ def test_a_folder_without_a_config_is_named(tmp_path):
         ("[]", "config.json"),
         ('"Qwen3ForCausalLM"', "config.json"),
         (VALID | {"architectures": ["GPT2LMHeadModel"]}, "'GPT2LMHeadModel'; supported: Llama"),
+        (
+            VALID | {"architectures": ["GptOssForCausalLM"]},
+            "lacks: attention sinks.*; supported: L",
+        ),
         (VALID | {"architectures": []}, "'<none>'; supported: Llama.*Qwen3ForCausalLM"),
         (without("architectures"), "'<none>'; supported: Llama.*Qwen3ForCausalLM"),
         (without("hidden_size"), "lacks the field 'hidden_size'"),
@@ -142,7 +137,14 @@ def test_a_folder_without_a_config_is_named(tmp_path):
         (VALID | {"hidden_act": "gelu"}, "hidden_act = 'gelu'; only 'silu' is supported"),
         (VALID | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "RoPE scaling 'yarn'"),
         (VALID | {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "RoPE scaling 'yarn'"),
-        (VALID | {"rope_parameters": {"rope_type": "llama3"}}, "RoPE scaling 'llama3'"),
+        (VALID | {"rope_parameters": {"rope_type": "llama3"}}, "'llama3' lacks factor, low_freq"),
+        (VALID | {"partial_rotary_factor": 0.5}, "rotation of a part of each head"),
+        (VALID | {"architectures": ["MistralForCausalLM"]}, "lacks the field 'sliding_window'"),
+        (
+            VALID | {"layer_types": ["full_attention", "sliding_attention"]},
+            "type sliding_attention",
+        ),
+        (MISTRAL | {"sliding_window": 4096}, "sliding_window = 4096; only None is supported"),
     ],
 )
 def test_a_config_that_cannot_be_used_is_refused(tmp_path, config, message):

@@ -16,9 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchtitan_rl.cli.plan import main
 from torchtitan_rl.cli.train import read_overrides
 from torchtitan_rl.config import Parallelism, RunConfig
+from torchtitan_rl.models.archs.registry import SHAPES
 from torchtitan_rl.models.makers.tiny import write_tiny_model
 from torchtitan_rl.models.rank import ModelRank
-from torchtitan_rl.models.shapes import SHAPES
 from torchtitan_rl.models.trace import EXTRA_FORMULAS
 from torchtitan_rl.platform import machine as facts
 from torchtitan_rl.recipes import registry

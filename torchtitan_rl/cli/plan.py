@@ -174,10 +174,12 @@ def show(plan: "Plan") -> None:
 
 
 def memory_table(plan: "Plan") -> "Table":
-    """A row for each kind of memory, a column for each actor."""
+    """A row for each kind of memory of which a process has a MiB or more, a column for each
+    actor."""
     names = (f"{m.actor} x{m.processes}" for m in plan.memory)
     table = _table("memory of each process, GiB", "", *names)
-    for kind in dict.fromkeys(kind for m in plan.memory for kind in m.bytes):
+    seen = ((kind, nbytes) for m in plan.memory for kind, nbytes in m.bytes.items())
+    for kind in dict.fromkeys(kind for kind, nbytes in seen if nbytes >= 2**20):
         table.add_row(kind, *(_gib(m.bytes.get(kind)) for m in plan.memory))
     table.add_section()
     table.add_row("together", *(_gib(m.total) for m in plan.memory))

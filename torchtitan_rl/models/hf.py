@@ -13,6 +13,8 @@ from safetensors import safe_open
 
 from torchtitan_rl.core.errors import TorchtitanRLError
 from torchtitan_rl.core.experts import Experts
+from torchtitan_rl.models.archs.architecture import Architecture
+from torchtitan_rl.models.archs.registry import ARCHITECTURES, LACKING
 
 COMPANION_FILES = (
     "config.json",
@@ -27,28 +29,6 @@ COMPANION_FILES = (
     "chat_template.jinja",
 )
 """Files of an HF folder beside its weights."""
-
-_LLAMA_FIELDS = (
-    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
-    *("num_attention_heads", "num_key_value_heads", "rms_norm_eps", "max_position_embeddings"),
-)
-NEEDED_FIELDS = {
-    "LlamaForCausalLM": _LLAMA_FIELDS,
-    "Qwen3ForCausalLM": (*_LLAMA_FIELDS, "head_dim"),
-    "Qwen3MoeForCausalLM": (
-        *(*_LLAMA_FIELDS, "head_dim"),
-        *("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
-    ),
-}
-"""Architectures that can be trained, and the fields that their config.json must have."""
-
-PLAIN = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "use_sliding_window": False,
-}
-"""Optional fields of config.json, and the only value that the models here support."""
 
 
 @contextmanager
@@ -95,24 +75,42 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
         raise ModelFolderError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(config, dict):
         raise ModelFolderError(f"{path} holds no JSON object")
-    architecture = (config.get("architectures") or ["<none>"])[0]
-    if architecture not in NEEDED_FIELDS:
-        raise ModelFolderError(
-            f"{path} names the architecture {architecture!r}; "
-            f"supported: {', '.join(sorted(NEEDED_FIELDS))}"
-        )
+    architecture = architecture_of(config, path)
     if "num_local_experts" in config:
         config.setdefault("num_experts", config["num_local_experts"])  # transformers 5 renames it
-    for name in NEEDED_FIELDS[architecture]:
+    config.setdefault("tie_word_embeddings", architecture.tied)
+    _check_fields(config, architecture, path)
+    return config
+
+
+def _check_fields(config: dict[str, Any], architecture: Architecture, path: Path) -> None:
+    for name in architecture.needed:
         if name not in config:
             raise ModelFolderError(f"{path} lacks the field {name!r}")
     rope_theta(config)
-    for name, supported in PLAIN.items():
+    rope_scaling(config)
+    for name, supported in architecture.only.items():
         if config.get(name, supported) not in (supported, None):
             raise ModelFolderError(
                 f"{path} has {name} = {config[name]!r}; only {supported!r} is supported"
             )
-    return config
+    if windows := set(config.get("layer_types") or ()) - {"full_attention"}:
+        raise ModelFolderError(
+            f"{path} has layers of the type {', '.join(sorted(windows))}; only full_attention is "
+            "supported"
+        )
+
+
+def architecture_of(config: dict[str, Any], path: str | Path = "config.json") -> Architecture:
+    """The architecture that a config.json names, or an error that says what lacks."""
+    name = (config.get("architectures") or ["<none>"])[0]
+    if name in ARCHITECTURES:
+        return ARCHITECTURES[name]
+    lacking = f", which needs what this library lacks: {LACKING[name]}" if name in LACKING else ""
+    raise ModelFolderError(
+        f"{path} names the architecture {name!r}{lacking}; "
+        f"supported: {', '.join(sorted(ARCHITECTURES))}"
+    )
 
 
 def tensor_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
@@ -130,17 +128,49 @@ def tensor_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
 
 def rope_theta(config: dict[str, Any]) -> float:
     """Base of the rotary position embedding."""
-    # transformers 5 moved rope_theta into rope_parameters; older folders have it at the top.
-    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
-    if rope_type != "default":
-        raise ModelFolderError(
-            f"RoPE scaling {rope_type!r} is not supported yet; use a plain model"
-        )
-    theta = parameters.get("rope_theta") or config.get("rope_theta")
+    theta = _rope_parameters(config).get("rope_theta") or config.get("rope_theta")
     if theta is None:
         raise ModelFolderError("config.json lacks the field 'rope_theta'")
     return float(theta)
+
+
+LLAMA3_SCALING = (
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+)
+"""Fields of the scaled rotations of Llama 3.1 to 3.3."""
+
+
+def rope_scaling(config: dict[str, Any]) -> dict[str, Any]:
+    """LLAMA3_SCALING of a model whose rotations are scaled as in Llama 3.1; empty for plain ones.
+
+    Example:
+        >>> rope_scaling({"rope_scaling": None, "rope_theta": 10000.0})
+        {}
+    """
+    parameters = _rope_parameters(config)
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    if kind not in ("default", "llama3"):
+        raise ModelFolderError(
+            f"RoPE scaling {kind!r} is not supported, only 'llama3' is; where it only extends the "
+            "context, as YaRN does, take it out of config.json and train within "
+            "max_position_embeddings"
+        )
+    for part in (parameters, config):
+        if part.get("partial_rotary_factor", 1) != 1:
+            raise ModelFolderError("rotation of a part of each head is not supported")
+    if kind == "default":
+        return {}
+    if missing := [name for name in LLAMA3_SCALING if parameters.get(name) is None]:
+        raise ModelFolderError(f"RoPE scaling 'llama3' lacks {', '.join(missing)}")
+    return {name: parameters[name] for name in LLAMA3_SCALING}
+
+
+def _rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
+    # transformers 5 moved rope_theta into rope_parameters; older folders have it at the top.
+    return config.get("rope_parameters") or config.get("rope_scaling") or {}
 
 
 def head_size(config: dict[str, Any]) -> int:

@@ -69,15 +69,18 @@ class Gate(Linear):
         return logits
 
 
-class ExpertsAdapter(Qwen3StateDictAdapter):
-    """State-dict adapter that knows experts replicated over a dimension (HSDP), which torchtitan
-    0.3's does not."""
+class HFAdapter(Qwen3StateDictAdapter):
+    """State-dict adapter of all architectures. It knows biases of queries, keys and values, and
+    experts replicated over a dimension (HSDP), which torchtitan 0.3's does not."""
 
     def __init__(self, model_config: Any, hf_assets_path: str | None) -> None:
         # torchtitan reads an index there, and warns if the weights are in one file and have none.
         index = Path(hf_assets_path or "") / "model.safetensors.index.json"
         super().__init__(model_config, hf_assets_path if index.is_file() else None)
         self.hf_assets_path = hf_assets_path
+        for part in "qkv":
+            name = f"model.layers.{{}}.self_attn.{part}_proj.bias"
+            self.from_hf_map[name] = f"layers.{{}}.attention.qkv_linear.w{part}.bias"
 
     def _caculate_indices_from_placements(
         self, dim: int, dim_size: int, dtensor_placements: tuple, device_mesh: DeviceMesh

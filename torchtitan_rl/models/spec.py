@@ -1,18 +1,19 @@
 """From an HF folder to a torchtitan ModelSpec: the folder's config.json is the only description.
 
-There is no table of sizes to keep: any folder whose architecture `hf.NEEDED_FIELDS` lists trains,
+There is no table of sizes to keep: any folder whose architecture is in `archs/registry.py` trains,
 from the 0.6M-parameter starting model to Qwen3-14B and the mixtures of experts.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torchtitan.models.common import CosSinRoPE, Embedding
-from torchtitan.models.common.attention import GQAttention
+from torchtitan.models.common import Embedding
+from torchtitan.models.common.attention import FusedQKVLinear, GQAttention
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
 from torchtitan.models.common.feed_forward import FeedForward
 from torchtitan.models.common.nn_modules import RMSNorm
@@ -23,9 +24,10 @@ from torchtitan.protocols.model_spec import ModelSpec
 
 from torchtitan_rl.models import cpu, cuda
 from torchtitan_rl.models.head import LogprobHead
-from torchtitan_rl.models.hf import head_size, moe_layers, read_hf_config, rope_theta
-from torchtitan_rl.models.moe import ExpertsAdapter, moe_config
+from torchtitan_rl.models.hf import architecture_of, head_size, moe_layers, read_hf_config
+from torchtitan_rl.models.moe import HFAdapter, moe_config
 from torchtitan_rl.models.parts import Parts
+from torchtitan_rl.models.rope import rope_config
 from torchtitan_rl.platform import device_type
 
 
@@ -47,14 +49,15 @@ def build_on_meta(spec: ModelSpec) -> nn.Module:
 
 
 def _decoder(config: dict[str, Any], name: str) -> ModelSpec:
-    """Qwen3, with or without experts, or Llama, which is one that does not normalise q and k."""
+    """torchtitan's Qwen3, with what sets the architecture apart: see `Architecture`."""
+    architecture = architecture_of(config)
     dim, vocab_size = config["hidden_size"], config["vocab_size"]
     eps, head_dim = config["rms_norm_eps"], head_size(config)
     linear: dict[str, Callable] = {
         "weight": partial(nn.init.normal_, std=0.02),
         "bias": nn.init.zeros_,
     }
-    tied = config.get("tie_word_embeddings", False)
+    tied = config["tie_word_embeddings"]
     parts = (cpu if device_type() == "cpu" else cuda).apply(Parts())
 
     def norm(size: int) -> RMSNorm.Config:
@@ -71,7 +74,7 @@ def _decoder(config: dict[str, Any], name: str) -> ModelSpec:
         w1, w2, w3 = map(parts.as_linear, (made.w1, made.w2, made.w3))
         return FeedForward.Config(w1=w1, w2=w2, w3=w3)
 
-    def attention() -> GQAttention.Config:
+    def attention(number: int) -> GQAttention.Config:
         made = make_gqa_config(
             dim=dim,
             n_heads=config["num_attention_heads"],
@@ -81,14 +84,12 @@ def _decoder(config: dict[str, Any], name: str) -> ModelSpec:
             wo_param_init=linear,
             inner_attention=parts.attention.Config(),
             fuse_qkv=True,
-            rope=CosSinRoPE.Config(
-                dim=head_dim,
-                max_seq_len=config["max_position_embeddings"],
-                theta=rope_theta(config),
-            ),
-            qk_norm=norm(head_dim) if config["architectures"][0].startswith("Qwen3") else None,
+            rope=rope_config(config, rotates=architecture.rotates(config, number)),
+            qk_norm=norm(head_dim) if architecture.qk_norm else None,
         )
-        made.qkv_linear.wqkv = parts.as_linear(made.qkv_linear.wqkv)
+        qkv = made.qkv_linear
+        assert isinstance(qkv, FusedQKVLinear.Config)
+        qkv.wqkv = parts.as_linear(replace(qkv.wqkv, bias=architecture.qkv_bias))
         made.wo = parts.as_linear(made.wo)
         return made
 
@@ -97,7 +98,7 @@ def _decoder(config: dict[str, Any], name: str) -> ModelSpec:
         return Qwen3TransformerBlock.Config(
             attention_norm=norm(dim),
             ffn_norm=norm(dim),
-            attention=attention(),
+            attention=attention(number),
             moe=moe_config(config, linear) if sparse else None,
             feed_forward=None if sparse else feed_forward(),
         )
@@ -122,5 +123,5 @@ def _decoder(config: dict[str, Any], name: str) -> ModelSpec:
         parallelize_fn=parallelize_qwen3,
         pipelining_fn=None,
         post_optimizer_build_fn=None,
-        state_dict_adapter=ExpertsAdapter,
+        state_dict_adapter=HFAdapter,
     )

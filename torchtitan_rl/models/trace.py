@@ -41,8 +41,8 @@ MANY = 64
 """Tensors of one operation, as of an optimizer's step on all weights."""
 Kind = Literal["weights", "gradients", "optimizer", "tables", "gathered", "activations"]
 """What memory is for: this rank's shards of the weights, their gradients, the optimizer's states,
-buffers of the model (its tables of rotations), buffers of FSDP (weights gathered from other ranks,
-gradients on their way), and all else."""
+buffers of the model (frequencies of its rotations), buffers of FSDP (weights gathered from other
+ranks, gradients on their way), and all else."""
 
 
 @dataclass(slots=True, eq=False)

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_rl.config import RunConfig
-from torchtitan_rl.models.hf import NEEDED_FIELDS, ModelFolderError, read_hf_config
+from torchtitan_rl.models.archs.registry import ARCHITECTURES
+from torchtitan_rl.models.hf import ModelFolderError, read_hf_config
 from torchtitan_rl.observability.run_folder import (
     STARTING_MODEL,
     RunFolder,
@@ -144,7 +145,7 @@ def _differing_shapes(left: dict[str, Any], right: dict[str, Any]) -> list[str]:
     kinds = [config["architectures"][0] for config in (left, right)]
     if kinds[0] != kinds[1]:
         return [f"{kinds[0]}, not {kinds[1]}"]
-    names = [name for name in NEEDED_FIELDS[kinds[0]] if name not in NOT_IN_WEIGHTS]
+    names = [name for name in ARCHITECTURES[kinds[0]].needed if name not in NOT_IN_WEIGHTS]
     names.append("tie_word_embeddings")
     pairs = [(name, left.get(name), right.get(name)) for name in names]
     return [f"{name} {theirs}, not {ours}" for name, theirs, ours in pairs if theirs != ours]

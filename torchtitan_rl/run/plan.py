@@ -12,9 +12,9 @@ from typing import Any
 from torchtitan_rl.config import RunConfig
 from torchtitan_rl.core.errors import TorchtitanRLError
 from torchtitan_rl.core.plugins import nearest
+from torchtitan_rl.models.archs.registry import SHAPES
 from torchtitan_rl.models.hf import atomic_folder, read_hf_config
 from torchtitan_rl.models.makers.tiny import write_tiny_model
-from torchtitan_rl.models.shapes import SHAPES
 from torchtitan_rl.models.trace import Kind
 from torchtitan_rl.platform import DeviceType, assume_device, resolve_dtype, too_few_gpus
 from torchtitan_rl.run.checks import check_shape

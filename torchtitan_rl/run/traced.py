@@ -20,7 +20,7 @@ from torchtitan_rl.config import RunConfig
 from torchtitan_rl.config.parallelism import Parallelism
 from torchtitan_rl.config.trainer import TrainerConfig
 from torchtitan_rl.core.types import Episode
-from torchtitan_rl.models.hf import read_hf_config
+from torchtitan_rl.models.hf import head_size, read_hf_config
 from torchtitan_rl.models.trace import Collective, Kind, Seen, Trace, TracedRank, Work, fake_group
 from torchtitan_rl.platform import DeviceType, assume_device
 
@@ -358,15 +358,16 @@ def trace_generator(
         with trace, torch.no_grad(), own.replaying(cell, on=False):
             own.predict(cell)
             _sample(torch.empty(sequences, own.head.out_features))
-    peak, layers = trace.seen.peak(["inference", "head"]), len(kv) // 2
+    peak = trace.seen.peak(["inference", "head"])
     work, head = trace.seen.work["inference"], trace.seen.work["head"]
     linear = sum(work.flops.values()) - work.attention_flops
-    spare = own.table_bytes * (layers - 1) // layers
+    hf, weight = read_hf_config(folder), own.head.weight
+    # Where the trainer computes rotations, vLLM has a table of all positions, one for all layers.
+    table = hf["max_position_embeddings"] * head_size(hf) * weight.element_size()
     return GeneratorTrace(
         weights=own.weight_bytes,
-        # vLLM's layers share one table of rotations.
-        activations=sum(peak.values()) - own.weight_bytes - spare,
-        head=own.head.weight.numel() * own.head.weight.element_size() // degree,
+        activations=sum(peak.values()) - own.weight_bytes + table,
+        head=weight.numel() * weight.element_size() // degree,
         kv_bytes_per_token=sum(kv),
         sequences=sequences,
         token_flops=linear / cell.tokens,

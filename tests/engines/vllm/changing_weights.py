@@ -13,16 +13,18 @@ from torchtitan_rl.core.types import Completion
 
 PROMPT = list(range(40))
 """Longer than a block of the cache: prefixes that are not forgotten would show."""
+GROWN = 1.1
+"""Factor of all weights, from what an engine has started with to what it pulls."""
 Schedule = list[tuple[list[str] | None, int]]
-"""Names of what changes (None: everything), and how many tensors are loaded then: of a layer, all 6
-of attention, all 3 of the MLP, or all 25 of the experts."""
+"""Names of what changes (None: everything), and how many tensors are loaded then: of a layer, all
+of attention (7 with biases), all 3 of the MLP, or all 25 of the experts."""
 DENSE: Schedule = [
-    (None, 35),
+    (None, 26),
     (["model.layers.1.mlp.up_proj.weight"], 3),
-    (["model.layers.0.self_attn.k_proj.weight", "model.layers.2.input_layernorm.weight"], 7),
+    (["model.layers.0.self_attn.k_proj.bias", "model.layers.1.input_layernorm.weight"], 8),
     (["model.embed_tokens.weight"], 1),
     ([], 0),
-    (None, 35),
+    (None, 26),
     (["model.norm.weight", "model.layers.1.mlp.down_proj.weight"], 4),
 ]
 EXPERTS: Schedule = [

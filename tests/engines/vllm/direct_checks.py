@@ -1,11 +1,15 @@
 """Weights that are loaded directly against vLLM's own reload, version by version, and against
 transformers; called where vLLM may be imported."""
 
+import json
 import os
+from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from tests.engines.vllm.changing_weights import GROWN, PROMPT
 from tests.support import small_engine
 from torchtitan_rl.config import SamplingConfig
 from torchtitan_rl.engines.vllm.engine import Engine
@@ -13,8 +17,6 @@ from torchtitan_rl.platform.switches import VARIABLE
 from torchtitan_rl.weight_sync.handle import Shard, merge_handles, whole_tensors
 from torchtitan_rl.weight_sync.transport import make_publisher
 
-PROMPT = list(range(40))
-"""Longer than a block of the cache: prefixes that are not forgotten would show."""
 LAYER = "model.layers.1"
 CHANGES: list[list[str] | None] = [
     *(None, None, None),
@@ -160,10 +162,29 @@ async def check_a_model_that_changes_weights_as_it_loads_them(served, folder):
     inside.load_weights = load_weights
 
 
-async def check_direct_loads(folders):
-    """Check direct loading for each kind of model that it supports."""
+async def write_generated(served, folder):
+    """Write what an engine samples with a folder's weights, and with weights that it pulls, GROWN
+    times as large."""
+    made, publisher = [await served.sample()], make_publisher("shm")
+    tensors = load_file(Path(folder) / "model.safetensors")
+    grown = [(name, GROWN * tensor) for name, tensor in tensors.items()]
+    await served.engine.pull_weights(publisher.publish(whole_tensors(grown), 1))
+    made.append(await served.sample())
+    (Path(folder) / "generated.json").write_text(json.dumps(made))
+    publisher.close()
+
+
+async def check_direct_loads(folders, others):
+    """Check direct loading for each kind of model that it supports; write what these models and
+    others generate."""
+    for folder in others:
+        served = Served(folder)
+        await write_generated(served, folder)
+        served.engine.close()
     for folder in folders:
         served = Served(folder)
+        await write_generated(served, folder)
+        served.forget()
         await check_versions(served, folder)
         if folder == folders[-1]:  # it is the same for all
             await check_parts(served, folder)

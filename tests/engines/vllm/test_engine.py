@@ -1,15 +1,16 @@
 """The engine without an actor: in a process of its own, because vLLM patches the one it runs in."""
 
+import json
 import os
-import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.models.support import noisy_copy
-from torchtitan_rl.models.makers.tiny import TINY_QWEN3
+from tests.engines.vllm.changing_weights import GROWN, PROMPT
+from tests.models.architectures import write_tiny
+from tests.models.support import forward, titan_model
 from torchtitan_rl.platform import worker_env
 
 SCRIPT = """
@@ -26,7 +27,7 @@ from torchtitan_rl.weight_sync.transport import make_publisher
 from safetensors.torch import load_file
 import torch
 
-asyncio.run(check_direct_loads(sys.argv[2:]))
+asyncio.run(check_direct_loads(sys.argv[2:5], sys.argv[5:]))
 engine = Engine(sys.argv[1], small_engine(), seed=0)
 check_kernels()
 engine._engine.apply_model(check_model)
@@ -166,29 +167,25 @@ asyncio.run(main())
 """
 
 
-def write_llama(tiny_model, folder, **settings):
-    """Write a Llama whose vocabulary vLLM pads, with noise on all weights: none are alike."""
-    shape = {k: v for k, v in TINY_QWEN3.items() if k not in ("architectures", "model_type")}
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(**shape | {"vocab_size": 280, "num_hidden_layers": 2} | settings)
-    )
-    for weight in model.parameters():
-        weight.data += torch.randn_like(weight) * 0.06
-    model.save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(tiny_model / name, folder)
-    return folder
+def assert_generated(folder: Path) -> None:
+    """What the engine has generated has the logprobs of the trainer's model."""
+    made = json.loads((folder / "generated.json").read_text())
+    model, worst = titan_model(folder), 0.0
+    for completions, factor in zip(made, (1, GROWN), strict=True):
+        for weight in model.parameters():
+            weight.data *= factor
+        for token_ids, logprobs in completions:
+            with torch.no_grad():
+                logits = forward(model, torch.tensor([[*PROMPT, *token_ids]]))[0]
+            ours = logits[len(PROMPT) - 1 : -1].log_softmax(-1)[range(len(token_ids)), token_ids]
+            worst = max(worst, (ours - torch.tensor(logprobs)).abs().max().item())
+    assert worst <= 1e-4, (folder.name, worst)
 
 
 def test_an_engine_by_itself_loads_shares_cancels_and_dies_in_order(tiny_model, tmp_path):
-    """Loads: with models whose output layer is the embedding, and is not."""
-    untied = {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True}
-    folders = [
-        noisy_copy(tiny_model, tmp_path / "qwen3"),
-        write_llama(tiny_model, tmp_path / "tied"),
-        write_llama(tiny_model, tmp_path / "untied, biased", **untied),
-    ]
+    """Loads: with models whose output layer is the embedding, and is not, and with biases."""
+    names = ("qwen3", "llama3", "qwen2", "mistral", "smollm3")
+    folders = [write_tiny(name, tmp_path / name, tokenizer=tiny_model) for name in names]
     env = {**os.environ, **worker_env(1, role="generator"), "PYTHONPATH": os.getcwd()}
     run = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tiny_model), *map(str, folders)],
@@ -198,6 +195,8 @@ def test_an_engine_by_itself_loads_shares_cancels_and_dies_in_order(tiny_model, 
         timeout=150,
     )
     assert run.returncode == 0, run.stderr[-3000:]
+    for folder in folders:
+        assert_generated(folder)
     died = "EngineDiedError"
     wrong = "WrongWeightsError"
     refused = [wrong, wrong, wrong, wrong, "StaleHandleError", "LinkError"]

@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from tests.engines.vllm.changing_weights import DENSE, PROMPT, assert_served, states
+from tests.models.architectures import write_tiny
 from tests.supervision.test_leftovers import gone
 from tests.support import small_engine
 from tests.tasks.tools.tricky_tools import ended
@@ -50,18 +51,26 @@ def before():
 
 
 @pytest.fixture(scope="module")
-async def generator(tiny_model, before):
-    generator = await spawn_generator(TWO_RANKS, model=str(tiny_model), seed=0)
+def model(tiny_model, tmp_path_factory):
+    """A model with tensors of every kind: matrices that ranks have rows or columns of, norms that
+    all have, and biases that they have parts of."""
+    folder = tmp_path_factory.mktemp("models") / "qwen2"
+    return write_tiny("qwen2", folder, tokenizer=tiny_model, tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="module")
+async def generator(model, before):
+    generator = await spawn_generator(TWO_RANKS, model=str(model), seed=0)
     yield generator
     await generator.stop()
 
 
 @pytest.mark.parametrize("transport", ["shm", "collective"])
 async def test_ranks_that_load_only_what_changed_serve_the_trainers_policy(
-    generator, tiny_model, tmp_path, transport
+    generator, model, tmp_path, transport
 ):
     publisher, made, served = make_publisher(transport), [], None
-    for version, tensors in enumerate(states(tiny_model, DENSE)):
+    for version, tensors in enumerate(states(model, DENSE)):
         handle = publisher.publish(whole_tensors(tensors.items()), version)
         await generator.actor.pull_weights.call_one(handle)
         completions = await generator.actor.generate.call_one([PROMPT], group_ids=[f"{version}"])
@@ -72,12 +81,12 @@ async def test_ranks_that_load_only_what_changed_serve_the_trainers_policy(
         assert max(received) <= 0.6 * handle.nbytes
         served = handle
     publisher.close()
-    assert_served(tiny_model, DENSE, made, tmp_path)
+    assert_served(model, DENSE, made, tmp_path)
     # Slices are loaded by vLLM.
     assert await generator.actor.loads_directly.call_one() == [False, False]
 
 
-async def test_ranks_sleep_and_wake_with_the_newest_weights(generator, tiny_model):
+async def test_ranks_sleep_and_wake_with_the_newest_weights(generator, model):
     actor, publisher = generator.actor, make_publisher("shm")
 
     async def sample():
@@ -87,12 +96,12 @@ async def test_ranks_sleep_and_wake_with_the_newest_weights(generator, tiny_mode
     # From its start on each rank has had all of its half of the cache.
     assert await actor.sleep.call_one() >= 0.8 * TWO_RANKS.engine.kv_cache_gib * 2**30
     slept = []
-    for version, tensors in enumerate(states(tiny_model, DENSE[:2])):
+    for version, tensors in enumerate(states(model, DENSE[:2])):
         await actor.sleep.call_one()
         handle = publisher.publish(whole_tensors(tensors.items()), version)
         assert await actor.wake.call_one(handle) == version
         slept.append(await sample())
-    for version, tensors in enumerate(states(tiny_model, DENSE[:2])):
+    for version, tensors in enumerate(states(model, DENSE[:2])):
         handle = publisher.publish(whole_tensors(tensors.items()), version)
         await actor.pull_weights.call_one(handle)
         assert await sample() == slept[version]
