@@ -66,7 +66,8 @@ def traced(folder: Path | str, parallelism: Parallelism, **settings: object) -> 
     assert row.tokens == TOKENS
     with traced_trainer(config, str(folder), device="cuda", rank=rank) as trainer:
         with trainer.trace:
-            trainer.update(repeated(row, 2, parallelism.dp_degree))
+            own = trainer.rank.dp_rank
+            trainer.update(repeated(row, 2, parallelism.dp_degree, dp_rank=own))
         yield Done(
             trainer,
             dict(trainer.trace.seen.work),

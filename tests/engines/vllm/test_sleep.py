@@ -6,7 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
-from tests.engines.vllm.test_engine import write_llama
+from tests.models.architectures import write_tiny
 from tests.support import small_engine
 from torchtitan_rl.platform import worker_env
 
@@ -152,9 +152,9 @@ def test_sleeping_engines_give_their_memory_back_and_sample_as_if_they_had_not_s
     """Models whose weights are loaded directly, and by vLLM; two are of 27 million parameters, so
     that their weights can be told from noise."""
     wide = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}
-    tied = write_llama(tiny_model, tmp_path / "tied", **wide)
-    untied = {"tie_word_embeddings": False, "attention_bias": True}
-    untied = write_llama(tiny_model, tmp_path / "untied", **wide, **untied)
+    own = {"tokenizer": tiny_model, **wide}
+    tied = write_tiny("llama", tmp_path / "tied", tie_word_embeddings=True, **own)
+    untied = write_tiny("llama", tmp_path / "untied", attention_bias=True, **own)
     cases = [f"{tied},float32", f"{untied},bfloat16", f"{moe_model},float32"]
     env = {**os.environ, **worker_env(1, role="generator"), "PYTHONPATH": os.getcwd()}
     run = subprocess.run(
