@@ -245,7 +245,7 @@ def weights(run: Run) -> dict[str, torch.Tensor]:
 def test_a_run_that_everything_happens_to_ends_like_one_that_nothing_happened_to(
     finished, tiny_model, tmp_path
 ):
-    """Ctrl-C, dead generators and a killed controller; all but the generators' deaths are resumed
+    """SIGTERM, dead generators and a killed controller; all but the generators' deaths are resumed
     from, weights go another way each time, and checkpoints are written beside the next step. The
     same metrics and the same model, to the last bit."""
 
@@ -257,7 +257,7 @@ def test_a_run_that_everything_happens_to_ends_like_one_that_nothing_happened_to
         return run
 
     run = resume("rdma", until=0)
-    ends_in_order_on_ctrl_c(run)
+    ends_in_order_on_sigterm(run)
     assert "warning: weights go over TCP" in run.output
     run = resume("file", until=2)
     assert list((run.folder / "weights").glob("rank-0-*/*.safetensors"))
@@ -316,12 +316,10 @@ async def test_a_colocated_run_is_a_separate_one_whoever_is_killed_in_whichever_
         assert row["turns/seconds"] > 0
 
 
-def ends_in_order_on_ctrl_c(run: Run) -> None:
+def ends_in_order_on_sigterm(run: Run) -> None:
     processes = run.processes()
-    started = time.monotonic()
-    os.killpg(run.process.pid, signal.SIGINT)
+    run.process.terminate()  # as a scheduler would; Ctrl-C is tested below, while a run starts
     assert run.finish() == 130, run.output
-    assert time.monotonic() - started < 5
     assert_all_gone(processes)
     assert "--run_name run --resume" in run.output
     saved = find_checkpoints(run.folder / "checkpoints")[-1]
