@@ -110,3 +110,11 @@ def test_a_conversation_without_time_blames_nobody():
     tools = guard(calls=2)
     note(tools, "timed_out", count=99)
     tools.check_step()
+
+
+def test_a_model_that_is_only_learning_to_call_tools_gets_no_warning(capsys):
+    tools = guard()
+    tools.warns_of_model = False
+    note(tools, "malformed", count=FEW_CALLS)
+    tools.check()
+    assert capsys.readouterr().out == ""

@@ -100,7 +100,7 @@ class LossConfig:
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     """What to do where trainer and generator disagree on the policy."""
     echo_share: float = 0.2
-    """Largest share of the gradient that Echo may have. If it would have more, one factor lowers
+    """Share of the gradient that Echo may have on average. If it would have more, one factor lowers
     all its alphas. 1: no limit, alphas are used as they are."""
 
     def __post_init__(self) -> None:

@@ -197,7 +197,7 @@ def _print_evaluations(
         table.add_row("of prompts", *counts, "not the same" if counts[0] != counts[1] else "")
     console.print(table)
     if "eval/prompts" in before and "eval/prompts" in after:
-        console.print("in brackets: 95 % intervals, i.e. what chance alone may do", markup=False)
+        console.print("in brackets: 95 % intervals", markup=False)
 
 
 def _reward_row(

@@ -41,6 +41,8 @@ class ToolGuard:
         self._most_steps = config.most_untrainable_steps
         self._tools: defaultdict[tuple[str, str], _Tool] = defaultdict(_Tool)
         self._models: defaultdict[str, _Model] = defaultdict(_Model)
+        self.warns_of_model = True
+        """Whether to warn when the model gets every call wrong."""
 
     def note(
         self,
@@ -84,7 +86,7 @@ class ToolGuard:
             if said := tool.warning():
                 console.print(f"warning: tool {name!r} of task {task!r} {said}", markup=False)
         for task, model in self._models.items():
-            if said := model.warning():
+            if self.warns_of_model and (said := model.warning()):
                 console.print(f"warning: task {task!r}: {said}", markup=False)
 
     def failures(self) -> list[str]:
