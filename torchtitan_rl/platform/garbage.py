@@ -1,4 +1,4 @@
-"""Garbage collection of the controller: rare, because it keeps many objects for the whole run."""
+"""Rare garbage collection: most objects of a worker or a controller stay for the whole run."""
 
 import gc
 from collections.abc import Iterator

@@ -62,6 +62,7 @@ async def ensure_starting_model(config: RunConfig, stop_signals: StopSignals) ->
             (work / "random").rename(folder)
             return
         controller = Controller(supervised(config, work))
+        controller.tool_guard.warns_of_model = False  # it is only learning to call tools
         with stop_signals(controller):
             async with controller:
                 try:
@@ -159,7 +160,6 @@ async def judge(controller: "Controller") -> Reached:
 async def imitate(controller: "Controller", warm: WarmStartConfig) -> Reached:
     """Supervised steps until enough samples are right; returns what was reached."""
     reached, done = Reached(), controller.steps_done
-    controller.tool_guard.warns_of_model = False  # it is only learning to call tools
     with StepProgress("imitating demonstrations", total=warm.steps, done=done) as progress:
         for step in range(done, warm.steps):
             first = step * warm.demonstrations_per_step
