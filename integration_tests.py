@@ -122,6 +122,7 @@ SUITES: dict[str, tuple[Flavor, ...]] = {
             ("--trainer.tokens_per_microbatch", "256"),
         ),
         Flavor("shared_prompts", "each prompt computed once", ("--trainer.share_prompts",)),
+        Flavor("compiled", "the trainer's layers compiled by torch", ("--trainer.compile",)),
         Flavor(
             "overlong",
             "episodes longer than a microbatch, truncated",

@@ -113,14 +113,15 @@ import_check() {
   VLLM_LOGGING_LEVEL=ERROR python - "$platform" >>$LOG 2>&1 <<'PY'
 import sys
 
+import torch
+
+if sys.argv[1] == "cuda" and torch.version.cuda is None:  # before others fail over it
+    sys.exit(f"torch {torch.__version__} is a CPU build; pip found it before PyPI's CUDA build")
+
 import monarch.actor
 import renderers
-import torch
 import transformers
 from vllm.v1.engine.llm_engine import LLMEngine
-
-if sys.argv[1] == "cuda" and torch.version.cuda is None:
-    sys.exit(f"torch {torch.__version__} is a CPU build; pip found it before PyPI's CUDA build")
 PY
 }
 

@@ -20,6 +20,9 @@ LEFT_OUT = {
 }
 NEWER_PYTHON = {"six": 'six==1.17.0; python_version > "3.11"'}
 """What vLLM asks for with Python 3.12 only, where pip resolves with 3.11."""
+EXACT = {"torch"}
+"""Packages of which an index may also have a build for the CPU, `2.13.0+cpu`: pip takes that for
+the newer one, and `==` allows it."""
 HEADER = """\
 # CUDA lock: every package the project needs on a machine with NVIDIA GPUs, torch included.
 # scripts/install.sh installs it, and dev.txt, with --no-deps. Resolved for x86_64.
@@ -48,7 +51,8 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
     pins = dict(NEWER_PYTHON)
     for item in report["install"]:
         package = item["metadata"]
-        pins[name_of(package["name"])] = f"{package['name']}=={package['version']}"
+        name = name_of(package["name"])
+        pins[name] = f"{package['name']}{'===' if name in EXACT else '=='}{package['version']}"
     yield from (pins[name] for name in sorted(pins.keys() - left_out))
 
 

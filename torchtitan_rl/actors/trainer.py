@@ -55,6 +55,10 @@ from torchtitan_rl.weight_sync.transport import make_publisher, wants_checksums
 if TYPE_CHECKING:
     from torchtitan_rl.models.rank import ModelRank, Predicted
 
+ROW_LENGTHS = 32
+"""How many lengths of a row the layers see at most, up to the budget of a microbatch. With more,
+freed memory would be in pieces of more sizes, and the process would grow."""
+
 
 def in_order(method: Callable[..., Any]) -> Any:
     """Make an endpoint whose body runs on the trainer's thread, after all calls before it."""
@@ -139,6 +143,7 @@ class Trainer(Actor):
                 seed=self._seed,
                 activation_checkpoint=config.activation_checkpoint,
                 compile=config.compile,
+                row_multiple=max(1, config.tokens_per_microbatch // ROW_LENGTHS),
             )
         )
         self.checkpoints = Checkpoints(

@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as functional
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torchtitan.distributed import utils as dist_utils
 
 from torchtitan_rl.batching.documents import (
+    Document,
     Segment,
     positions,
     predecessors,
@@ -25,6 +27,7 @@ from torchtitan_rl.config.trainer import Checkpointing, GradientSync
 from torchtitan_rl.models.cpu.attention import AttentionPlan
 from torchtitan_rl.models.cuda.attention import VarlenPlan, try_attention, varlen_plan
 from torchtitan_rl.models.head import Chosen, LogprobHead
+from torchtitan_rl.models.hf import moe_layers, read_hf_config
 from torchtitan_rl.models.parallel import (
     build_parallel_model,
     discard_gradients,
@@ -87,6 +90,7 @@ def join_process_group() -> torch.device:
 class ModelRank:
     """A model in the process group of its mesh; its memory is allocated, its weights not loaded.
 
+    The layers compute rows of a multiple of `row_multiple` tokens, the last of which are padding.
     `join` joins that group and says on which device to compute; memory is allocated in the context
     `allocating`. A trace brings its own of both.
     """
@@ -101,6 +105,7 @@ class ModelRank:
         activation_checkpoint: Checkpointing = "none",
         compile: bool = False,
         inference: bool = False,
+        row_multiple: int = 1,
         join: Callable[[], torch.device] = join_process_group,
         allocating: AbstractContextManager[object] | None = None,
     ) -> None:
@@ -108,6 +113,8 @@ class ModelRank:
         self.device = join()
         # As torchtitan does: recomputation in the backward pass needs the thread that set it up.
         torch.autograd.set_multithreading_enabled(False)
+        # Experts would be chosen for padding, too.
+        self.row_multiple = 1 if moe_layers(read_hf_config(folder)) else row_multiple
         self.spec = model_spec(folder)
         self.adapter = self.spec.state_dict_adapter(self.spec.model, folder)
         self.model, self.parallel_dims = build_parallel_model(
@@ -156,6 +163,7 @@ class ModelRank:
     def predict(self, cell: Microbatch, *, keep_hidden: bool = False) -> Predicted:
         """A forward pass: logprobs of the tokens that train; token i is predicted at i - 1."""
         row = segments(cell.documents)
+        computed = segments([*cell.documents, *self._padding(cell)])
         trains = _trained(cell)
         own = {name: stream[trains] for name, stream in cell.streams.items()}
         # Echo tokens were not sampled, so there is no sampling temperature.
@@ -164,14 +172,20 @@ class ModelRank:
         predictors = _sent(predecessors(row)[trains], self.device)
         self.head.chosen = Chosen(predictors, streams["tokens"], streams["temperature"])
         self.head.keeps_hidden = keep_hidden
+        row_tokens = functional.pad(cell.streams["tokens"], (0, computed[-1].stop - cell.tokens))
         tokens, places = (
-            _sent(t.unsqueeze(0), self.device) for t in (cell.streams["tokens"], positions(row))
+            _sent(t.unsqueeze(0), self.device) for t in (row_tokens, positions(computed))
         )
-        plan = self._attention_plan(row)
+        plan = self._attention_plan(computed)
         logprobs, entropies = self.model(tokens, places, plan)
         hidden, self.head.hidden = self.head.hidden, None
         sequence_ids, by_rl = segment_ids(row)[trains], own["loss_mask"]
         return Predicted(logprobs, entropies, streams, sequence_ids, len(row), by_rl, hidden)
+
+    def _padding(self, cell: Microbatch) -> list[Document]:
+        """What the layers compute after a row."""
+        lacking = -cell.tokens % self.row_multiple
+        return [Document(lacking)] if lacking else []
 
     def _attention_plan(self, row: list[Segment]) -> AttentionPlan | VarlenPlan:
         return AttentionPlan(row) if device_type() == "cpu" else varlen_plan(row, self.device)

@@ -41,7 +41,7 @@ def grpo_sum_digits_tiny() -> RunConfig:
             optimizer=OptimizerConfig(lr=1e-4, betas=(0.9, 0.99)),
             # A model this small is noisy at any constant rate, so the second half anneals it.
             lr_scheduler=annealed_lr(warmup_steps=10, last=0.5),
-            tokens_per_microbatch=2048,  # activations are most of the memory of a model this small
+            tokens_per_microbatch=1024,  # activations are most of the memory of a model this small
             threads=2,
         ),
         # Without thinking, an empty thought would be a fifth of the prompt.
