@@ -15,9 +15,9 @@ from torchtitan_rl.config.resume import fixed_settings
 from torchtitan_rl.observability.run_folder import RunFolder, RunFolderError
 from torchtitan_rl.observability.run_lock import RunLock
 from torchtitan_rl.run import launch
-from torchtitan_rl.run.actor_set import place_actors
 from torchtitan_rl.run.checks import resolved
 from torchtitan_rl.run.fork import resolve_fork
+from torchtitan_rl.run.placements import place_actors
 from torchtitan_rl.run.warm_start import supervised
 
 ROOT = Path(__file__).parents[2]

@@ -13,8 +13,8 @@ from torchtitan_rl.models.spec import build_on_meta, model_spec
 from torchtitan_rl.platform import device_type, resolve_dtype
 from torchtitan_rl.platform.flash_attention import MODULES, activate_kernel, choose_kernel
 from torchtitan_rl.recipes.registry import built_in_recipes
-from torchtitan_rl.run.actor_set import place_actors
 from torchtitan_rl.run.checks import check_code, check_machine, checked_model, resolved
+from torchtitan_rl.run.placements import place_actors
 
 
 @pytest.fixture(scope="module")

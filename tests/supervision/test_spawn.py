@@ -19,10 +19,10 @@ import pytest
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 
 from torchtitan_rl.actors.grader import Grader
+from torchtitan_rl.hosts.exits import Exit
 from torchtitan_rl.platform.worker_main import PARENT_VARIABLE
 from torchtitan_rl.supervision import exits, processes
 from torchtitan_rl.supervision.calls import ProcessEndedError
-from torchtitan_rl.supervision.exits import Exit
 from torchtitan_rl.supervision.spawn import spawn_grader
 from torchtitan_rl.tasks.sum_digits import SumDigits
 

@@ -51,6 +51,13 @@ def doctor(arguments: Sequence[str]) -> int:
     return main(arguments, prog=f"{PROGRAM} doctor")
 
 
+def worker(arguments: Sequence[str]) -> int:
+    """Lend this machine to runs on several hosts."""
+    from torchtitan_rl.cli.worker import main
+
+    return main(arguments, prog=f"{PROGRAM} worker")
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
     "plan": plan,
@@ -58,6 +65,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "list": list_recipes,
     "model": model,
     "doctor": doctor,
+    "worker": worker,
 }
 
 
