@@ -3,10 +3,8 @@
 import asyncio
 import contextlib
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from pathlib import Path
 
 import psutil
 
@@ -104,18 +102,21 @@ def started_by(workers: Iterable[psutil.Process]) -> set[psutil.Process]:
 
 
 def kill(processes: Iterable[psutil.Process]) -> set[psutil.Process]:
-    """Kill all but the cleaners, which are returned."""
-    cleaners = set()
-    for process in processes:
+    """Kill all but the cleaners and what they have started, which are returned."""
+    found, parents = list(processes), {}
+    for process in found:
         with contextlib.suppress(psutil.NoSuchProcess):
-            command = " ".join(process.cmdline())
-            if any(cleaner in command for cleaner in CLEANERS):
-                cleaners.add(process)
-            else:
-                process.kill()
-    return cleaners
+            parents[process] = process.ppid()
+    spared = {process for process in parents if _is_cleaner(process)}
+    pids = {process.pid for process in spared}
+    spared |= {process for process, parent in parents.items() if parent in pids}
+    for process in parents.keys() - spared:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    return spared
 
 
-def temporary_folder_of_worker() -> Janitor:
-    """A new folder for the temporary files of processes; it goes with whoever has it."""
-    return Janitor(Path(tempfile.mkdtemp(prefix="torchtitan_rl-")))
+def _is_cleaner(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return any(cleaner in " ".join(process.cmdline()) for cleaner in CLEANERS)
+    return False

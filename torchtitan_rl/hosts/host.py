@@ -333,7 +333,7 @@ async def check_reachable(hosts: Sequence[RemoteHost]) -> str:
     first, *others = hosts
     port = await first.ask("free_port", listen=True)
     found = await together(
-        *(h.ask("reach", address=first.address, port=port, seconds=5.0) for h in others)
+        *(h.ask("reach", address=first.address, port=port, within=5.0) for h in others)
     )
     return "; ".join(
         f"{host} cannot connect to {first} ({first.address}): {why}"

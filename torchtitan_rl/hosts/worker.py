@@ -255,9 +255,10 @@ class Session:
         for task in self._tasks:
             task.cancel()
         family = await asyncio.to_thread(psutil.Process().children, recursive=True)
-        cleaners = await asyncio.to_thread(kill, family)
-        ended = set(family) - cleaners
-        await asyncio.to_thread(psutil.wait_procs, ended, timeout=REAP_SECONDS)
+        spared = await asyncio.to_thread(kill, family)
+        if self._server is not None:  # a child that asyncio itself collects
+            await self._server.wait()
+        await asyncio.to_thread(psutil.wait_procs, set(family) - spared, timeout=REAP_SECONDS)
         for listener in self._listeners:
             listener.close()
         if self._relay is not None:
@@ -307,13 +308,13 @@ class Session:
             server.close()
         return port
 
-    async def _reach(self, *, address: str, port: int, seconds: float) -> str:
+    async def _reach(self, *, address: str, port: int, within: float) -> str:
         """Why a port of another host cannot be reached from this one; empty: it can."""
         try:
             connecting = asyncio.open_connection(address, port)
-            _, writer = await asyncio.wait_for(connecting, seconds)
+            _, writer = await asyncio.wait_for(connecting, within)
         except TimeoutError:
-            return f"no answer within {seconds:g} s"
+            return f"no answer within {within:g} s"
         except OSError as error:
             return error.strerror or str(error)
         writer.close()

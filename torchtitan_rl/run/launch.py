@@ -228,7 +228,7 @@ async def train_on(cluster: Cluster, config: RunConfig, lock: RunLock) -> None:
             return
         except Exception as error:
             lost = find_cause(error, HostGoneError) or find_cause(error, HostLostError)
-            if lost is None:
+            if lost is None or controller.interrupted.is_set():
                 raise
             console.print(f"{lost}; waiting for hosts", markup=False)
         await cluster.wait_for_all()
