@@ -9,12 +9,14 @@ What is wrong with the settings by themselves is said before torch is imported.
 import argparse
 import difflib
 import logging
+import os
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from torchtitan_rl.cli.recipes import print_recipes
 from torchtitan_rl.cli.suggestions import describe_unknown, setting_names
@@ -25,6 +27,9 @@ from torchtitan_rl.core.errors import TorchtitanRLError
 from torchtitan_rl.core.interrupts import end_on_interrupt
 from torchtitan_rl.platform.switches import switched_off
 from torchtitan_rl.recipes import registry
+
+if TYPE_CHECKING:
+    from torchtitan_rl.hosts.launchers.torchrun import Node
 
 PROGRAM = "torchtitan-rl train"
 CLUSTER_OPTIONS = {
@@ -48,6 +53,10 @@ def main(argv: Sequence[str] | None = None, *, prog: str = PROGRAM) -> int:
     try:
         with end_on_interrupt():
             config = parse(arguments, prog=prog)
+            if config is not None and (node := lending_node(config)) is not None:
+                from torchtitan_rl.hosts.launchers.torchrun import lend
+
+                return lend(node, config.cluster.port)
         switched_off()  # modules read it as they are imported, too late for a plain message
     except ValueError as error:
         from torchtitan_rl.observability.console import print_error
@@ -106,6 +115,19 @@ def parse(arguments: Sequence[str], *, prog: str = PROGRAM) -> RunConfig | None:
     if not config.run_name and not config.resume:
         config = replace(config, run_name=f"{chosen.config}-{time.strftime('%Y%m%d-%H%M%S')}")
     return config
+
+
+def lending_node(config: RunConfig) -> "Node | None":
+    """This process's place in a torchrun of which another one is the controller; None: there is no
+    torchrun, or this one is."""
+    from torchtitan_rl.hosts.launchers.launcher import chosen_launcher
+
+    if chosen_launcher(config.cluster) != "torchrun":
+        return None
+    from torchtitan_rl.hosts.launchers.torchrun import Node
+
+    node = Node.from_environment(os.environ)
+    return node if node.rank else None
 
 
 def with_hosts(recipe: RunConfig, *, hosts: str | None, ssh: str | None) -> RunConfig:

@@ -64,8 +64,10 @@ class ClusterConfig:
     hosts: tuple[str, ...] = ()
     """Hosts of the run, each a name or an address, with `:<port>` if its worker has not the usual
     one. `--hosts a,b` sets it, and `--ssh a,b` also the launcher."""
-    port: int = 26600
-    """Port of workers that this command starts."""
+    port: int = 0
+    """Port of workers that this command starts. 0: any that is free; for Slurm, 26600."""
+    ssh: str = "ssh"
+    """The ssh command, with options of your own: `ssh -i key -p 2222`."""
     secret_file: str = ""
     """File with the secret that workers ask for. Empty: the variable TORCHTITAN_RL_SECRET, or
     ~/.config/torchtitan_rl/secret."""
@@ -97,8 +99,8 @@ class ClusterConfig:
                 f"cluster.silence_seconds is {self.silence_seconds:g}: a busy host may say nothing "
                 "for a second; use at least 2"
             )
-        if not 0 < self.port < 65536:
-            raise ValueError(f"cluster.port must be a port, 1 to 65535; got {self.port}")
+        if not 0 <= self.port < 65536:
+            raise ValueError(f"cluster.port must be a port, 1 to 65535, or 0; got {self.port}")
         for role in ROLES:
             self._check_role(role)
 

@@ -432,8 +432,9 @@ def listening_address(text: str, *, allow_public: bool) -> tuple[str, int]:
     return address, port
 
 
-def split_address(text: str) -> tuple[str, int]:
-    """Name and port of `<name>[:<port>]`; an IPv6 address with a port is in brackets.
+def split_address(text: str, *, usual: int = USUAL_PORT) -> tuple[str, int]:
+    """Name and port of `<name>[:<port>]`; an IPv6 address with a port is in brackets. `usual` is
+    the port if none is given.
 
     Example:
         >>> split_address("node7:4000"), split_address("node7"), split_address("[::1]:4000")
@@ -447,4 +448,4 @@ def split_address(text: str) -> tuple[str, int]:
         name, _, port = text.partition(":")
     if not name or (port and not (port.isdigit() and 0 <= int(port) < 65536)):
         raise WorkerError(f"{text!r} is no <address> and no <address>:<port>")
-    return name, int(port) if port else USUAL_PORT
+    return name, int(port) if port else usual
