@@ -35,6 +35,7 @@ from torchtitan_rl.hosts.messages import (
     ClosedError,
     HostError,
     Messages,
+    reason,
 )
 from torchtitan_rl.hosts.monarch_worker import READY, family_of
 from torchtitan_rl.hosts.secret import is_proof, new_number, proof
@@ -264,6 +265,7 @@ class Session:
         if self._relay is not None:
             await asyncio.to_thread(self._relay.close)
         self._folder.close()
+        await asyncio.to_thread(psutil.wait_procs, spared, timeout=REAP_SECONDS)
         await asyncio.to_thread(_collect_orphans)
         self._messages.abort()
 
@@ -316,7 +318,7 @@ class Session:
         except TimeoutError:
             return f"no answer within {within:g} s"
         except OSError as error:
-            return error.strerror or str(error)
+            return reason(error)
         writer.close()
         return ""
 
