@@ -51,6 +51,8 @@ class Source:
     token: str
     location: Sequence[int] | None
     """The memory file on the source's host that has it; None: the source relay's own copy."""
+    attempt: int = 0
+    """The `attempt` of the source relay's own order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +69,8 @@ class Order:
     """Offset, bytes, and the number of the publication that last changed them; ascending."""
     source: Source
     attempt: int = 0
-    """Equal in the orders that are given to all hosts at once."""
+    """Differs between orders for the same publication: who waits for a later one is not told that
+    an earlier one failed."""
     publishers: Sequence[int] = ()
     """The trainer's ranks of now; copies of others are dropped. Empty: none is."""
 
@@ -102,6 +105,8 @@ class Relay:
 
     def close(self) -> None:
         """End all transfers and drop the copies; readers that have them open go on."""
+        if self._closing.is_set():
+            return
         self._closing.set()
         self._listener.shutdown(socket.SHUT_RDWR)  # to close it would not wake its thread
         self._server.join()
@@ -179,7 +184,7 @@ class Relay:
                 "number": wanted.number,
                 "version": wanted.version,
                 "size": wanted.size,
-                "attempt": wanted.attempt,
+                "attempt": wanted.source.attempt,
                 "location": wanted.source.location,
                 "ranges": ranges,
             }

@@ -3,13 +3,14 @@ fails.
 
 Hosts form a chain for each trainer rank's part: the first gets it from the rank's host, each other
 one from the host before it. All get their orders at once, and bytes are handed on as they come. If
-a host fails, those behind it are ordered again, from the last host that has the part.
+a host fails, the one behind it is ordered again, from the nearest host before both, and the chain
+goes on from there.
 """
 
 import asyncio
+import contextlib
 import secrets
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
 from typing import Any
@@ -32,8 +33,10 @@ _PARTS_AT_ONCE = 16
 _PADDING = 63
 """Most bytes between two slots."""
 _COMPLAINTS = 2
-"""So many hosts must say that a trainer's host hands on nothing before the others are not ordered
-any more. Any other host is left out after the first."""
+"""So many hosts must say that the trainer's host hands on nothing before no other is ordered any
+more."""
+_PATIENCE = 5.0
+"""Seconds within which a host must answer whose successor has got nothing from it."""
 
 
 @dataclass(slots=True)
@@ -75,14 +78,15 @@ async def spread(
     """
     if handle.transport not in ("shm", "relay"):
         raise ValueError(f"snapshots of {handle.transport} are not handed on from host to host")
-    gate, attempt = asyncio.Semaphore(_PARTS_AT_ONCE), secrets.randbits(62)
+    gate, end = asyncio.Semaphore(_PARTS_AT_ONCE), time.monotonic() + seconds
     publishers = tuple(part.publisher for part in handle.parts)
 
     async def one(part: Part, home: str) -> _Chain:
-        order = _Template(part, handle.version, publishers, attempt)
-        chain = _Chain(order, home, relays, fetch, time.monotonic() + seconds)
+        template = _Template(part, handle.version, publishers)
+        others = [host for host in dict.fromkeys(hosts) if host != home]
+        chain = _Chain(template, home, others, relays, fetch)
         async with gate:
-            await chain.run([host for host in dict.fromkeys(hosts) if host != home])
+            await chain.run(max(0.0, end - time.monotonic()))
         return chain
 
     chains = await together(*map(one, handle.parts, homes))
@@ -100,8 +104,8 @@ async def spread(
 class _Template:
     """The orders for a part, which differ only in the source."""
 
-    def __init__(self, part: Part, version: int, publishers: tuple[int, ...], attempt: int) -> None:
-        self.part, self._attempt = part, attempt
+    def __init__(self, part: Part, version: int, publishers: tuple[int, ...]) -> None:
+        self.part = part
         bounds = [(slot.offset, slot.nbytes) for slot in part.slots]
         slots = ((*where, last) for where, last in zip(bounds, part.changed, strict=True))
         self._order = {
@@ -113,12 +117,8 @@ class _Template:
             "publishers": publishers,
         }
 
-    def order(self, relay: Mapping[str, Any], *, at_home: bool, attempt: int) -> dict[str, Any]:
-        """The order to fetch from a relay. Attempts are counted: what failed in one of them does
-        not stand in the way of the next."""
-        location = list(astuple(self.part.location)) if at_home else None
-        source = Source(**relay, location=location)
-        return asdict(Order(**self._order, source=source, attempt=self._attempt + attempt))
+    def order(self, attempt: int, source: Source) -> dict[str, Any]:
+        return asdict(Order(**self._order, attempt=attempt, source=source))
 
 
 class _Chain:
@@ -128,14 +128,18 @@ class _Chain:
         self,
         template: _Template,
         home: str,
+        hosts: Sequence[str],
         relays: Mapping[str, Mapping[str, Any]],
         fetch: Fetch,
-        end: float,
     ) -> None:
-        self._template, self._home, self._relays, self._fetch = template, home, relays, fetch
-        self._end = end
+        self._template, self._home, self._hosts = template, home, hosts
+        self._relays, self._fetch = relays, fetch
+        # Counted from a number of its own: what failed before does not stand in the way.
+        self._attempts = dict.fromkeys(hosts, secrets.randbits(62))
+        self._answered = {host: asyncio.Event() for host in hosts}
         self._locations: dict[str, ShmLocation] = {}
-        self._complaints: Counter[str] = Counter()
+        self._complaints = 0
+        self._hopeless: Exception | None = None
         self.errors: dict[str, Exception] = {}
 
     def part_on(self, host: str) -> Part:
@@ -143,65 +147,71 @@ class _Chain:
         part = self._template.part
         return part if host == self._home else part.at(self._locations[host])
 
-    async def run(self, left: list[str]) -> None:
-        """Bring the part to hosts, or find out why that is impossible."""
-        attempt = 0
-        while left:
-            left = await self._order_all(left, attempt)
-            attempt += 1
-
-    async def _order_all(self, hosts: list[str], attempt: int) -> list[str]:
-        """Order hosts at once, each from the one before it; returns those to be ordered again."""
-        sources = dict(zip(hosts, [self._source(), *hosts], strict=False))
-        orders = (self._order(host, source, attempt) for host, source in sources.items())
-        failed: dict[str, Exception] = {}
-        for host, came in zip(hosts, await together(*orders), strict=True):
-            if isinstance(came, Exception):
-                failed[host] = came
-            else:
-                self._locations[host] = came
-        again = [host for host in hosts if host in failed and self._goes_on(host, sources, failed)]
-        if again and (error := self._hopeless(failed)) is not None:
-            self.errors |= dict.fromkeys(again, error)
-            return []
-        return again
-
-    def _source(self) -> str:
-        """The host that the part is to come from: the last one that has it."""
-        good = [host for host in self._locations if not self._complaints[host]]
-        return good[-1] if good else self._home
-
-    async def _order(self, host: str, source: str, attempt: int) -> ShmLocation | Exception:
-        at_home = source == self._home
-        order = self._template.order(self._relays[source], at_home=at_home, attempt=attempt)
+    async def run(self, seconds: float) -> None:
+        """Bring the part to all hosts, or find out why that is impossible."""
         try:
-            async with asyncio.timeout(max(0, self._end - time.monotonic())):
-                return ShmLocation(*await self._fetch(host, order))
+            async with asyncio.timeout(seconds):
+                await together(*map(self._bring, self._hosts))
         except TimeoutError:
-            return WeightSyncError(f"{host} did not get policy version {order['version']} in time")
+            for host in set(self._hosts) - self._locations.keys() - self.errors.keys():
+                text = f"{host} has not got the weights within {seconds:.3g} s"
+                self.errors[host] = WeightSyncError(text)
+
+    async def _bring(self, host: str) -> None:
+        """Have a host fetch the part: from the host before it, then from others, and if none of
+        them can hand it on, from the trainer's."""
+        tried: set[tuple[str, int]] = set()
+        while self._hopeless is None:
+            source = self._source(host, tried)
+            tried.add((source, self._attempts.get(source, 0)))
+            error = await self._order(host, source)
+            if error is None:
+                self._answered[host].set()
+                return
+            if not isinstance(error, SourceError) or source == self._home:
+                self._give_up(host, error)
+                return
+            # Those behind it wait for its next attempt.
+            self._attempts[host] += 1
+            self._answered[host].set()
+            self._answered[host] = asyncio.Event()
+            with contextlib.suppress(TimeoutError):  # it hangs, or is cut off from this one only
+                async with asyncio.timeout(_PATIENCE):
+                    await self._answer_of(source, tried)
+        self._give_up(host, self._hopeless)
+
+    async def _answer_of(self, source: str, tried: set[tuple[str, int]]) -> None:
+        """Wait for what became of the attempt of a host from which another one got nothing."""
+        while (
+            (source, self._attempts[source]) in tried
+            and source not in self.errors
+            and source not in self._locations
+        ):
+            await self._answered[source].wait()
+
+    def _source(self, host: str, tried: set[tuple[str, int]]) -> str:
+        """The nearest host before this one that has the part, or will, as far as is known."""
+        before = self._hosts[: self._hosts.index(host)]
+        for other in reversed(before):
+            if other not in self.errors and (other, self._attempts[other]) not in tried:
+                return other
+        return self._home
+
+    async def _order(self, host: str, source: str) -> Exception | None:
+        location = list(astuple(self._template.part.location)) if source == self._home else None
+        attempt = self._attempts.get(source, 0)
+        where = Source(**self._relays[source], location=location, attempt=attempt)
+        try:
+            order = self._template.order(self._attempts[host], where)
+            self._locations[host] = ShmLocation(*await self._fetch(host, order))
         except Exception as error:
             return error
-
-    def _goes_on(
-        self, host: str, sources: Mapping[str, str], failed: Mapping[str, Exception]
-    ) -> bool:
-        """Whether a host that failed is to be ordered again: what it got nothing from was another
-        host than the trainer's. Else its error is kept."""
-        error, source = failed[host], sources[host]
-        if isinstance(error, SourceError):
-            if source in failed:
-                return True
-            self._complaints[source] += 1
-            if source != self._home:
-                return True
-        self.errors[host] = error
-        return False
-
-    def _hopeless(self, failed: Mapping[str, Exception]) -> Exception | None:
-        """Why no host can get the part from the trainer's any more; None: it may."""
-        for error in failed.values():
-            if isinstance(error, StaleHandleError):
-                return error
-        if self._complaints[self._home] >= _COMPLAINTS:
-            return next(error for error in self.errors.values() if isinstance(error, SourceError))
         return None
+
+    def _give_up(self, host: str, error: Exception) -> None:
+        self.errors[host] = error
+        self._answered[host].set()
+        # What no trainer's host hands on, none of the others will get either.
+        self._complaints += isinstance(error, SourceError)
+        if isinstance(error, StaleHandleError) or self._complaints >= _COMPLAINTS:
+            self._hopeless = error
