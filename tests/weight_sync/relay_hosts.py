@@ -4,6 +4,9 @@ import asyncio
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +15,13 @@ import torch
 from torchtitan_rl.weight_sync.handle import Part, Slot, WeightHandle
 from torchtitan_rl.weight_sync.memory_file import ShmLocation
 from torchtitan_rl.weight_sync.relay import location_in
+from torchtitan_rl.weight_sync.spread import Spread, spread
 
 ROOT = Path(__file__).parents[2]
 SLOT = 1 << 20
-"""Bytes of a slot; there are eight in a part."""
+"""Bytes of a slot."""
 SLOTS = 8
+"""Slots of a part, unless it says otherwise."""
 SIZE = SLOT * SLOTS
 
 HOST = """
@@ -96,6 +101,8 @@ class Host:
         command = [sys.executable, "-c", HOST, machine.address, seconds]
         self._process = start(machine, command)
         self._turn = asyncio.Lock()
+        # Not one of asyncio's: there are few on a machine with few cores.
+        self._thread = ThreadPoolExecutor(1, "host")
 
     def ready(self) -> "Host":
         """Wait until its process is there."""
@@ -113,7 +120,8 @@ class Host:
 
     async def fetch(self, order: dict[str, Any]) -> list[int]:
         async with self._turn:
-            return location_in(await asyncio.to_thread(self.ask, "order", **order))
+            ask = partial(self.ask, "order", **order)
+            return location_in(await asyncio.get_running_loop().run_in_executor(self._thread, ask))
 
     def sent(self) -> int:
         """Bytes on its wire; without machines of its own kind, those that its relay has sent."""
@@ -156,19 +164,19 @@ class Slow:
 
 
 class Rank:
-    """A trainer's rank on a host; a part has eight slots, each filled from a seed."""
+    """A trainer's rank on a host. Its part has slots of a megabyte, each filled from a seed."""
 
     publishers = 0
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: Host, slots: int = SLOTS) -> None:
         Rank.publishers += 1
         self.host, self.publisher, self.number = host, Rank.publishers, 0
-        self._seeds: list[int] = [-1] * SLOTS
-        self._changed = [0] * SLOTS
+        self._seeds: list[int] = [-1] * slots
+        self._changed = [0] * slots
 
     def publish(self, *seeds: int) -> WeightHandle:
         """Publish slots with these seeds; the last one is that of the slots that are left."""
-        seeds = (*seeds, *[seeds[-1]] * (SLOTS - len(seeds)))
+        seeds = (*seeds, *[seeds[-1]] * (len(self._seeds) - len(seeds)))
         self.number += 1
         pairs = zip(self._seeds, seeds, self._changed, strict=True)
         self._changed = [last if old == new else self.number for old, new, last in pairs]
@@ -181,9 +189,19 @@ class Rank:
 def handle_of(
     publisher: int, number: int, location: Any, changed: list[int], transport: str = "relay"
 ) -> WeightHandle:
-    """A handle of eight slots whose version is the number of the publication."""
+    """A handle whose version is the number of the publication."""
     slots = tuple(
-        Slot(str(n), (SLOT,), (0,), (SLOT,), torch.uint8, n * SLOT, SLOT) for n in range(SLOTS)
+        Slot(str(n), (SLOT,), (0,), (SLOT,), torch.uint8, n * SLOT, SLOT)
+        for n, _ in enumerate(changed)
     )
     part = Part(publisher, number, location, slots, tuple(changed))
     return WeightHandle(number, transport, (part,))
+
+
+async def reach(handle: WeightHandle, home: Any, hosts: Sequence[Host], **given: Any) -> Spread:
+    """Spread a handle to hosts, the trainer's not among them."""
+    by_name = {host.name: host for host in hosts}
+    relays = {host.name: host.relay for host in (home, *hosts)}
+    return await spread(
+        handle, [home.name], list(by_name), relays, lambda n, o: by_name[n].fetch(o), **given
+    )

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.hosts.machines import Machines, until
-from tests.weight_sync.relay_hosts import SIZE, SLOT, SLOTS, Host, Rank, Slow, handle_of
+from tests.weight_sync.relay_hosts import SIZE, SLOT, SLOTS, Host, Rank, Slow, handle_of, reach
 from torchtitan_rl.weight_sync.handle import (
     StaleHandleError,
     WeightSyncError,
@@ -47,14 +47,6 @@ def hosts(machines):
     for machine in machines:
         machine.kill()
         machine.boot()
-
-
-def reach(handle, home, hosts, **given):
-    """Spread a handle to hosts, the trainer's not among them."""
-    by_name = {host.name: host for host in hosts}
-    relays = {host.name: host.relay for host in (home, *hosts)}
-    names = [host.name for host in hosts]
-    return spread(handle, [home.name], names, relays, lambda n, o: by_name[n].fetch(o), **given)
 
 
 async def reach_all(rank, hosts, handle):
