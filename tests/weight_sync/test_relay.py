@@ -310,6 +310,25 @@ async def test_a_relay_is_asked_before_it_has_its_own_order(relays, file):
     assert time.monotonic() - started < 2 * SECONDS
 
 
+async def test_who_waits_for_a_later_attempt_is_not_told_that_an_earlier_one_failed(relays, file):
+    first, second = relays
+    with pytest.raises(StaleHandleError):  # it is being written
+        await asyncio.to_thread(first.fetch, order(file, second, attempt=1))
+
+    def asked(attempt):
+        held = order(file, first, held=True)
+        held["source"]["attempt"] = attempt
+        return asyncio.create_task(asyncio.to_thread(second.fetch, held))
+
+    with pytest.raises(SourceError, match="cannot hand on policy version 1: .* being rewritten"):
+        await asked(1)
+    later = asked(2)
+    await asyncio.sleep(0.1)
+    file.seal(1, 1)
+    await asyncio.to_thread(first.fetch, order(file, second, attempt=2))
+    locked(await later, 1).close()
+
+
 async def test_two_that_wait_for_each_other_do_not_for_ever(relays, file):
     first, second = relays
     fetches = (
