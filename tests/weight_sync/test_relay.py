@@ -320,7 +320,7 @@ async def test_who_waits_for_a_later_attempt_is_not_told_that_an_earlier_one_fai
         held["source"]["attempt"] = attempt
         return asyncio.create_task(asyncio.to_thread(second.fetch, held))
 
-    with pytest.raises(SourceError, match="cannot hand on policy version 1: .* being rewritten"):
+    with pytest.raises(SourceError, match=r"cannot hand on policy version 1: .* being rewritten"):
         await asked(1)
     later = asked(2)
     await asyncio.sleep(0.1)

@@ -14,7 +14,7 @@ class WeightSyncConfig:
     `relay`: between hosts: a copy to each host, handed on from host to host, then shared memory.
     `rdma`: memory that other hosts read, over TCP without an RDMA card. `file`: safetensors files
     in `folder`. `auto`: on one host `collective` between GPUs, and `shm` on CPUs or shared GPUs; on
-    several hosts `rdma` if all have RDMA cards, else `relay`."""
+    several hosts `relay`."""
     folder: str = ""
     """Folder for `file` only, on a file system that all hosts share; empty: the run's own
     folder."""

@@ -53,8 +53,6 @@ class Ends:
     """Ranks of each generator."""
     shared_gpus: int = 0
     """GPUs that trainer and generators have in common."""
-    rdma_cards: bool = False
-    """Whether each host has a card for RDMA."""
 
 
 def choose_transport(config: WeightSyncConfig, ends: Ends) -> tuple[Transport, str]:
@@ -72,7 +70,7 @@ def choose_transport(config: WeightSyncConfig, ends: Ends) -> tuple[Transport, s
         )
     chosen = config.transport
     if chosen == "auto" and hosts > 1:
-        chosen = "rdma" if ends.rdma_cards else "relay"
+        chosen = "relay"
     elif chosen == "auto":
         # On GPUs that they share, the trainer gives its memory back while generators work.
         apart = ends.device == "cuda" and not ends.shared_gpus
@@ -124,9 +122,8 @@ def _relay_way(ends: Ends) -> str:
     """How `relay` moves weights between these ends, in a few words."""
     if len(ends.hosts) == 1:
         return "through shared memory: all actors are on one host, and relay is between hosts"
-    why = "" if ends.rdma_cards else ", as not every host has an RDMA card"
     return (
-        f"from host to host over TCP{why}: each of the {len(ends.hosts)} hosts has one copy in "
+        f"from host to host over TCP: each of the {len(ends.hosts)} hosts has one copy in "
         "shared memory, and hands it on to the next"
     )
 
