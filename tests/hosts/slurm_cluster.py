@@ -27,7 +27,7 @@ from typing import Any, Self
 from tests.hosts.machines import Machine, Machines, how
 
 NEEDED = ("slurmctld", "slurmd", "sbatch", "srun", "munged")
-PATIENCE = 30.0
+PATIENCE = 90.0
 """Slurm takes some seconds for most things: daemons register, and jobs are looked at in rounds."""
 
 CONFIG = """\
@@ -37,7 +37,8 @@ SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
 CredType=cred/munge
-AuthInfo=socket={own}/munge.socket
+# A job that is queued again waits until its credential is void: 120 s by default.
+AuthInfo=socket={own}/munge.socket,cred_expire=5
 StateSaveLocation={own}/state
 SlurmdSpoolDir={own}/spool
 SlurmctldPidFile={own}/slurmctld.pid
@@ -63,6 +64,7 @@ SchedulerParameters=bf_interval=1,sched_interval=1,batch_sched_delay=1
 JobRequeue=1
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
+{more}
 ReturnToService=2
 # Seconds; the defaults are made for large clusters.
 KillWait={kill_wait}
@@ -85,7 +87,11 @@ def missing() -> str:
     """Why there can be no Slurm here; empty if there can."""
     if how() != "root":
         return "Slurm's daemons need root and namespaces"
-    lacks = [name for name in NEEDED if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None]
+    lacks = [
+        name
+        for name in NEEDED
+        if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None
+    ]
     return f"{', '.join(lacks)} not found: run scripts/slurm.sh" if lacks else ""
 
 
@@ -99,6 +105,7 @@ class SlurmCluster:
         kill_wait: Seconds from SIGTERM to SIGKILL of a job that ends.
         grace: Seconds that a job of partition `main` has when one of `urgent` takes its place.
         node_timeout: Seconds until a silent node is down.
+        more: Further lines of slurm.conf.
     """
 
     def __init__(
@@ -110,6 +117,7 @@ class SlurmCluster:
         kill_wait: int = 5,
         grace: int = 10,
         node_timeout: int = 8,
+        more: Sequence[str] = (),
     ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="slurm-"))
         self.own = self.folder / "own"
@@ -133,6 +141,7 @@ class SlurmCluster:
             kill_wait=kill_wait,
             grace=grace,
             node_timeout=node_timeout,
+            more="\n".join(more),
         )
         (self.folder / "slurm.conf").write_text(config)
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
@@ -148,7 +157,7 @@ class SlurmCluster:
             self._boot(self.controller, ["slurmctld", "-D", "-i"])
             for node in self.nodes:
                 self._boot(node, ["slurmd", "-D", "-N", node.name])
-            self.until(self._all_idle, "all nodes are idle")
+            self.until(self.idle, "all nodes are idle")
         except BaseException:
             self.close()
             raise
@@ -218,10 +227,11 @@ class SlurmCluster:
         return done
 
     def submit(self, script: str, *options: object) -> int:
-        """Submit a batch script; returns the job's number. Its output goes to `output`."""
-        said = self.run(
-            *("sbatch", "--parsable", f"--output={self.folder}/job-%j.out", *options), input=script
-        )
+        """Submit a batch script; returns the job's number. What it prints can be read by `output`,
+        unless the script says another place."""
+        if "#SBATCH --output" not in script:
+            options = (f"--output={self.folder}/job-%j.out", *options)
+        said = self.run("sbatch", "--parsable", *options, input=script)
         return int(said.stdout.split(";")[0])
 
     def output(self, job: int) -> str:
@@ -253,7 +263,8 @@ class SlurmCluster:
         """A node's state: IDLE, ALLOCATED, MIXED, DOWN, ...; a trailing * says it is silent."""
         return self.run("sinfo", "-h", "-N", "-n", node.name, "-o", "%T").stdout.split()[0]
 
-    def _all_idle(self) -> bool:
+    def idle(self) -> bool:
+        """Whether every node is up and has nothing to do."""
         said = self.run("sinfo", "-h", "-N", "-o", "%N %T", check=False).stdout.split("\n")
         return {line for line in said if line} == {f"{node.name} idle" for node in self.nodes}
 
@@ -265,8 +276,8 @@ class SlurmCluster:
                 raise SlurmError(f"waited {PATIENCE:.0f} s until {what}\n{self.logs()}")
             time.sleep(0.2)
 
-    def logs(self, lines: int = 15) -> str:
-        """The ends of all logs of the daemons."""
-        files = sorted([*self.folder.glob("*.log"), *self.folder.glob("*-munged.out")])
+    def logs(self, lines: int = 8) -> str:
+        """The ends of what the daemons have written."""
+        files = sorted(self.folder.glob("slurm*-*.out"))
         ends = (f"{f.name}:\n" + "\n".join(f.read_text().splitlines()[-lines:]) for f in files)
         return "\n".join(ends)

@@ -1,0 +1,1 @@
+"""Machines of a run: a worker process on each, and the controller's connection to it."""
