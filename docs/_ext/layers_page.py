@@ -8,8 +8,8 @@ PACKAGE = Path(__file__).parents[2] / "torchtitan_rl"
 
 LAYERS = (
     *("core", "config", "platform", "algorithms", "batching", "observability", "tasks"),
-    *("weight_sync", "hosts", "models", "engines", "actors", "supervision", "rollout", "view", "run"),
-    *("recipes", "cli"),
+    *("weight_sync", "hosts", "models", "engines", "actors", "supervision"),
+    *("rollout", "view", "run", "recipes", "cli"),
 )
 """The packages, lowest first: a module imports from its own package and from lower ones only."""
 

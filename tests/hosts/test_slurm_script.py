@@ -48,7 +48,7 @@ ALWAYS = ["--ntasks-per-node=1", "--requeue", "--signal=B:TERM@300", "--open-mod
             ["--nodes=1", "--gpus-per-node=8", "--cpus-per-task=96", "--mem=0"],
         ),
         (
-            {"arguments": ("--constraint=h100&ib", '--comment=a "b" # \\c', "--exclusive")},
+            {"args": ("--constraint=h100&ib", '--comment=a "b" # \\c', "--exclusive")},
             ["--nodes=1", '--constraint="h100&ib"', r'--comment="a \"b\" # \\c"', "--exclusive"],
         ),
     ],
@@ -84,7 +84,7 @@ def test_any_name_is_quoted_where_bash_reads_it(tmp_path, run_name, output_dir):
         (lambda p: SlurmJob(nodes=0), "nodes must be at least 1; got 0"),
         (lambda p: SlurmJob(gpus_per_node=-1), "gpus_per_node must not be negative"),
         (lambda p: SlurmJob(signal_seconds=0), "signal_seconds must be 1 to 65535; got 0"),
-        (lambda p: SlurmJob(arguments=("-C", "h100")), "'h100' is no option of sbatch"),
+        (lambda p: SlurmJob(args=("-C", "h100")), "'h100' is no option of sbatch"),
         (lambda p: made(p, None, "--resume"), "--resume is set by the batch script"),
         (lambda p: made(p, None, "--run_name=x"), "--run_name=x is set by the batch script"),
         (lambda p: made(p, run_name=""), "run_name is empty"),

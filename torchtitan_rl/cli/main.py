@@ -51,6 +51,13 @@ def doctor(arguments: Sequence[str]) -> int:
     return main(arguments, prog=f"{PROGRAM} doctor")
 
 
+def kubernetes(arguments: Sequence[str]) -> int:
+    """Print manifests that run a recipe in a Kubernetes cluster."""
+    from torchtitan_rl.cli.kubernetes import main
+
+    return main(arguments, prog=f"{PROGRAM} kubernetes")
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
     "plan": plan,
@@ -58,6 +65,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "list": list_recipes,
     "model": model,
     "doctor": doctor,
+    "kubernetes": kubernetes,
 }
 
 

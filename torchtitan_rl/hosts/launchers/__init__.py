@@ -1,1 +1,1 @@
-"""Ways to start a worker on every machine of a run: each module has one."""
+"""Launchers: how the workers of a run get started, and where they are. One file each."""

@@ -56,7 +56,7 @@ class SlurmJob:
     signal_seconds: int = 300
     """Seconds before the time limit at which the run is told to save and stop. Slurm may tell it up
     to a minute earlier."""
-    arguments: tuple[str, ...] = ()
+    args: tuple[str, ...] = ()
     """Further options of sbatch, such as --constraint=h100."""
 
     def __post_init__(self) -> None:
@@ -69,7 +69,7 @@ class SlurmJob:
             raise SlurmError(
                 f"signal_seconds must be 1 to {LONGEST_SIGNAL_SECONDS}; got {self.signal_seconds}"
             )
-        for argument in self.arguments:
+        for argument in self.args:
             if not argument.startswith("-"):
                 raise SlurmError(
                     f"{argument!r} is no option of sbatch: write --name=value, in one word"
@@ -88,7 +88,7 @@ class SlurmJob:
             "mem": self.mem,
         }
         yield from (f"--{name}={value}" for name, value in named.items() if value)
-        yield from self.arguments
+        yield from self.args
 
 
 # ---- a run as a batch job -----------------------------------------------------------------------
