@@ -2,7 +2,7 @@
 
 Every daemon writes to a folder that only its machine has and that is gone with it; configuration,
 key and the output of jobs lie in one temporary folder. Root is needed, and Debian's packages, which
-`scripts/slurm.sh` installs.
+`scripts/cluster_tools.sh` installs.
 
 Example::
 
@@ -92,7 +92,7 @@ def missing() -> str:
         for name in NEEDED
         if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None
     ]
-    return f"{', '.join(lacks)} not found: run scripts/slurm.sh" if lacks else ""
+    return f"{', '.join(lacks)} not found: run scripts/cluster_tools.sh" if lacks else ""
 
 
 class SlurmCluster:
