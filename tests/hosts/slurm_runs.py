@@ -10,13 +10,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
-from tests.hosts.slurm_cluster import SlurmCluster
+from tests.hosts.slurm_cluster import SlurmCluster, SlurmError, missing
 from torchtitan_rl.hosts.launchers.slurm import SlurmJob, batch_script, log_file
 
 ROOT = Path(__file__).parents[2]
+ODD_NAME = 'it\'s "50%" & $co #'
+"""What a shell, sbatch or Slurm's file names would change, in the name of a folder."""
 
 STAND_IN = """\
 #!/usr/bin/env python3
@@ -202,28 +205,33 @@ CASES: tuple[Callable[[Runs], None], ...] = (
 )
 
 
-def nothing_left(cluster: SlurmCluster) -> None:
-    """No process and no file of a closed cluster is there any more."""
-    assert not cluster.folder.exists()
-    names = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
-    assert str(cluster.folder) not in names
-    assert not re.search(r"\b(slurmctld|slurmd|slurmstepd|munged)\b", names), names
-    mounts = Path("/proc/mounts").read_text()
-    assert str(cluster.folder) not in mounts
+def checks() -> Iterator[tuple[str, str, Callable[[], None]]]:
+    """Each case by its name, with a line about it, to be run on a cluster of its own."""
+    for case in CASES:
+        yield case.__name__, " ".join((case.__doc__ or "").split()), partial(check, (case,))
 
 
-def check(cases: tuple[Callable[[Runs], None], ...] = CASES) -> None:
+def check(cases: Sequence[Callable[[Runs], None]] = CASES) -> None:
     """Run cases on one cluster; the error of one that fails has Slurm's logs."""
+    if why := missing():
+        raise SlurmError(why)
     user_signal = "SlurmctldParameters=preempt_send_user_signal"
-    with tempfile.TemporaryDirectory(prefix='it\'s "50%" & $co #') as folder:
+    with tempfile.TemporaryDirectory(prefix=ODD_NAME) as folder:
         with SlurmCluster(kill_wait=5, grace=10, more=[user_signal]) as cluster:
             for case in cases:
-                started = time.monotonic()
                 try:
                     case(Runs(cluster, Path(folder)))
+                    cluster.until(cluster.idle, "all nodes are idle again")
                 except Exception as error:
                     error.add_note(f"in {case.__name__}:\n{cluster.logs()}")
                     raise
-                print(f"{case.__name__}: {time.monotonic() - started:.1f} s", flush=True)
-                cluster.until(cluster.idle, "all nodes are idle again")
         nothing_left(cluster)
+
+
+def nothing_left(cluster: SlurmCluster) -> None:
+    """No process and no file of a closed cluster is there any more."""
+    assert not cluster.folder.exists()
+    commands = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
+    assert str(cluster.folder) not in commands, commands
+    assert not re.search(r"^\S*(slurmctld|slurmd|slurmstepd|munged)\b", commands, re.M), commands
+    assert str(cluster.folder) not in Path("/proc/mounts").read_text()

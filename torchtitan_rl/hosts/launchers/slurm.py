@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,9 @@ from torchtitan_rl.core.errors import TorchtitanRLError
 DEFAULT_PORT = 26600
 LONGEST_SIGNAL_SECONDS = 65535
 """What sbatch accepts at most in --signal."""
+SECRET_VARIABLE = "TORCHTITAN_RL_SECRET"
+STOP_SECONDS = 10.0
+"""How long workers may take to end after their controller has gone."""
 OWN_OPTIONS = ("--run_name", "--output_dir", "--resume")
 """Settings of the training command that the script sets itself."""
 WORKER = (sys.executable, "-m", "torchtitan_rl", "worker", "--once")
@@ -238,6 +242,21 @@ def submit(script: str, *, environment: Mapping[str, str] | None = None) -> int:
     return int(number)
 
 
+def submit_run(
+    job: SlurmJob,
+    arguments: Sequence[str],
+    *,
+    run_name: str,
+    output_dir: Path | str,
+    folder: Path | str = "",
+) -> int:
+    """Submit a run as `batch_script` makes it; returns the job's number."""
+    script = batch_script(job, arguments, run_name=run_name, output_dir=output_dir, folder=folder)
+    # Slurm makes no folder: the job would fail, and nobody would be told.
+    log_file(run_name, output_dir).parent.mkdir(parents=True, exist_ok=True)
+    return submit(script)
+
+
 # ---- workers in an allocation -------------------------------------------------------------------
 
 
@@ -313,6 +332,13 @@ def _start(nodes: Sequence[SlurmNode], port: int) -> str:
     return f"trap '' TERM; address=$SLURMD_NODENAME;{named} {become}"
 
 
+def _not_found(command: str) -> SlurmError:
+    return SlurmError(
+        f"{command} was not found: Slurm's commands are on the login nodes of a cluster, and on "
+        "its compute nodes; name the machines with --hosts where there is no Slurm"
+    )
+
+
 def _ask(
     command: Sequence[str], *, environment: Mapping[str, str] | None, script: str | None = None
 ) -> str:
@@ -327,11 +353,117 @@ def _ask(
             env=None if environment is None else dict(environment),
         )
     except FileNotFoundError:
-        raise SlurmError(
-            f"{command[0]} was not found: Slurm's commands are on the login nodes of a cluster, "
-            "and on its compute nodes; name the machines with --hosts where there is no Slurm"
-        ) from None
+        raise _not_found(command[0]) from None
     if done.returncode:
         said = " ".join((done.stderr or done.stdout).split())
         raise SlurmError(f"{command[0]} failed with exit code {done.returncode}: {said}")
     return done.stdout
+
+
+class SlurmWorkers:
+    """Workers on all nodes of the allocation that this process is in.
+
+    Example:
+        workers = SlurmWorkers(port=26600, secret=new_secret())
+        addresses = workers.start()  # ["10.0.0.1:26600", "10.0.0.2:26600"]
+        ...
+        workers.why_gone(1)  # "Node failure on node2", or "" while it is there
+        workers.stop()
+
+    Args:
+        port: Port that all of them listen on.
+        secret: What they ask the controller for.
+        logs: Folder for a log of each; none: they write to standard error.
+        worker: Command of a worker, without its address.
+    """
+
+    def __init__(
+        self,
+        *,
+        port: int = DEFAULT_PORT,
+        secret: str,
+        logs: Path | str = "",
+        worker: Sequence[str] = WORKER,
+    ) -> None:
+        self.port, self.secret, self.logs, self.worker = port, secret, logs, worker
+        self.nodes: list[SlurmNode] = []
+        self._srun: subprocess.Popen[bytes] | None = None
+        self._said: list[str] = []
+
+    def start(self) -> list[str]:
+        """Start the workers; returns where each will listen. It does not wait until they do."""
+        self.nodes = nodes_of_allocation()
+        command = worker_command(self.nodes, port=self.port, logs=self.logs, worker=self.worker)
+        try:
+            self._srun = subprocess.Popen(
+                command,
+                env={**os.environ, SECRET_VARIABLE: self.secret},
+                stdin=subprocess.DEVNULL,
+                stdout=None if self.logs else sys.stderr,
+                stderr=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C is for the controller alone
+            )
+        except FileNotFoundError:
+            raise _not_found("srun") from None
+        threading.Thread(target=self._listen, args=(self._srun,), daemon=True).start()
+        return [f"{node.address}:{self.port}" for node in self.nodes]
+
+    def _listen(self, srun: "subprocess.Popen[bytes]") -> None:
+        """Keep what srun says of its tasks; the rest is the workers' own, and passed on."""
+        assert srun.stderr is not None
+        for raw in srun.stderr:
+            line = raw.decode(errors="replace").rstrip()
+            if line.startswith(("srun: ", "slurmstepd")):
+                self._said.append(line)
+            if not line.startswith("srun: "):
+                print(line, file=sys.stderr, flush=True)
+
+    def why_gone(self, number: int) -> str:
+        """Why the worker of a node is gone for good; empty if that is not known."""
+        if said := why_task_gone(self._said, number, self.nodes[number].name):
+            return said
+        if self._srun is not None and (code := self._srun.poll()) is not None:
+            last = self._said[-1] if self._said else "nothing was said"
+            return f"srun ended with exit code {code}: {last}"
+        return ""
+
+    def stop(self, patience: float = STOP_SECONDS) -> None:
+        """Wait for workers that end because their controller has gone, and end the others."""
+        if self._srun is None:
+            return
+        try:
+            self._srun.wait(patience)
+        except subprocess.TimeoutExpired:
+            self._srun.terminate()  # srun then kills what ignores SIGTERM
+            self._srun.wait()
+
+
+def why_task_gone(said: Sequence[str], number: int, node: str) -> str:
+    """What srun has said about the end of one of its tasks; empty if nothing.
+
+    Example:
+        >>> why_task_gone(["srun: error: n2: task 1: Exited with exit code 3"], 1, "n2")
+        'srun: n2: task 1: Exited with exit code 3'
+        >>> why_task_gone(["srun: error: Node failure on n2"], 1, "n2")
+        'srun: Node failure on n2'
+    """
+    for line in said:
+        text = line.removeprefix("srun: error: ")
+        if match := re.match(r"\S+: tasks? ([\d,-]+): ", text):
+            gone = number in _numbers(match[1])
+        else:
+            gone = re.match(rf"Node failure on (.*,)?{re.escape(node)}(,|$)", text) is not None
+        if gone:
+            return f"srun: {text}"
+    return ""
+
+
+def _numbers(text: str) -> set[int]:
+    """Numbers of tasks as srun names them.
+
+    Example:
+        >>> sorted(_numbers("0-2,5"))
+        [0, 1, 2, 5]
+    """
+    ranges = (part.partition("-") for part in text.split(",") if part)
+    return {n for low, _, high in ranges for n in range(int(low), int(high or low) + 1)}
