@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from tests.hosts.slurm_cluster import SlurmCluster, SlurmError, missing
-from torchtitan_rl.hosts.launchers.slurm import SlurmJob, batch_script, log_file
+from torchtitan_rl.hosts.launchers.slurm_batch import SlurmJob, batch_script, log_file
 
 ROOT = Path(__file__).parents[2]
 ODD_NAME = 'it\'s "50%" & $co #'
@@ -160,23 +160,33 @@ def node_lost(runs: Runs) -> None:
 
 WORKER = """\
 import os, signal, sys, time
-print(os.environ["SLURMD_NODENAME"], *sys.argv[1:], os.environ["TORCHTITAN_RL_SECRET"], flush=True)
-if os.environ["SLURMD_NODENAME"] == "slurm1":
+node, words = os.environ["SLURMD_NODENAME"], sys.argv[1:]
+ignored = signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+print(node, *words, os.environ["TORCHTITAN_RL_SECRET"], ignored, flush=True)
+if node == "slurm1":
     sys.exit(3)
-time.sleep(4)
-print("still here", signal.getsignal(signal.SIGTERM) == signal.SIG_IGN, flush=True)
+while not os.path.exists("controller-gone"):
+    time.sleep(0.1)
+print("still here", flush=True)
+time.sleep(1000)
 """
 
 INSIDE = """\
-import os, subprocess, sys
-from torchtitan_rl.hosts.launchers.slurm import nodes_of_allocation, worker_command
-nodes = nodes_of_allocation()
-print(*nodes, sep="\\n", flush=True)
-os.environ["TORCHTITAN_RL_SECRET"] = "not to be seen"
+import os, sys, time
+from torchtitan_rl.hosts.launchers.slurm import SlurmWorkers
 worker = (sys.executable, sys.argv[1])
-command = worker_command(nodes, logs=sys.argv[2], worker=worker)
-assert "not to be seen" not in " ".join(command)
-print("code", subprocess.run(command).returncode)
+workers = SlurmWorkers(secret="not to be seen", logs=sys.argv[2], worker=worker)
+print(workers.start(), flush=True)
+commands = os.popen("ps -eo args").read()
+assert "worker.py" in commands and "not to be seen" not in commands
+while not workers.why_gone(0):
+    time.sleep(0.1)
+print(workers.why_gone(0), "/", workers.why_gone(1), flush=True)
+while not os.path.exists("controller-gone"):
+    time.sleep(0.1)
+start = time.monotonic()
+workers.stop(patience=1)
+print("stopped after", time.monotonic() - start, "s:", workers.why_gone(1), flush=True)
 """
 
 
@@ -188,16 +198,22 @@ def workers(runs: Runs) -> None:
     (folder / "worker.py").write_text(WORKER)
     (folder / "inside.py").write_text(INSIDE)
     command = [sys.executable, str(folder / "inside.py"), str(folder / "worker.py"), str(folder)]
-    script = f"#!/bin/sh\ncd {ROOT}\nPYTHONPATH=. exec {shlex.join(command)}\n"
-    job = runs.cluster.submit(script, "--nodes=2", "--cpus-per-task=2", "--gpus-per-node=2")
-    second = folder / "worker-slurm2.log"
-    runs.cluster.until(lambda: second.exists() and second.read_text() != "", "the workers start")
-    runs.cluster.cancel(job, "--signal=TERM")
-    runs.cluster.until_state(job, "COMPLETED", "FAILED")
-    first, other = (f"--address {node.address}:26600" for node in runs.cluster.nodes)
-    assert (folder / "worker-slurm1.log").read_text().startswith(f"slurm1 {first} not to be seen\n")
-    assert second.read_text().endswith(f"slurm2 {other} not to be seen\nstill here True\n")
-    assert "SlurmNode(name='slurm2', address='10.77.0.3')" in runs.cluster.output(job)
+    script = f"#!/bin/sh\ncd {shlex.quote(str(folder))}\nexport PYTHONPATH={ROOT}\n"
+    options = ("--nodes=2", "--cpus-per-task=2", "--gpus-per-node=2")
+    job = runs.cluster.submit(f"{script}exec {shlex.join(command)}\n", *options)
+    cluster = runs.cluster
+    cluster.until(lambda: "task 0: Exited with exit code 3 / \n" in cluster.output(job), "one ends")
+    cluster.cancel(job, "--signal=TERM")
+    time.sleep(1)
+    (folder / "controller-gone").touch()
+    cluster.until_state(job, "COMPLETED", "FAILED")
+    first, second = (f"{node.address}:26600" for node in cluster.nodes)
+    logs = [(folder / f"worker-slurm{i}.log").read_text() for i in (1, 2)]
+    assert logs[0].startswith(f"slurm1 --address {first} not to be seen True\n"), logs
+    assert logs[1].startswith(f"slurm2 --address {second} not to be seen True\nstill here\n"), logs
+    said = cluster.output(job)
+    assert str([first, second]) in said
+    assert cluster.state(job) == "COMPLETED", said
 
 
 CASES: tuple[Callable[[Runs], None], ...] = (

@@ -10,15 +10,19 @@ from pathlib import Path
 import pytest
 
 from torchtitan_rl.hosts.launchers.slurm import (
-    SlurmError,
-    SlurmJob,
     SlurmNode,
-    batch_script,
-    log_file,
     nodes_of_allocation,
-    submit,
+    why_task_gone,
     worker_command,
 )
+from torchtitan_rl.hosts.launchers.slurm_batch import (
+    SlurmJob,
+    batch_script,
+    log_file,
+    submit,
+    submit_run,
+)
+from torchtitan_rl.hosts.launchers.slurm_commands import SlurmError
 
 
 def made(tmp_path: Path, job: SlurmJob | None = None, *arguments: str, **options) -> str:
@@ -291,3 +295,30 @@ def test_a_worker_knows_its_node_s_address_and_ignores_sigterm(node, address):
 
 def test_the_log_lies_in_the_run_s_folder(tmp_path):
     assert log_file("a/b", tmp_path) == tmp_path / "a" / "b" / "slurm.log"
+
+
+def test_submitting_a_run_makes_the_folder_of_its_log(tmp_path, monkeypatch):
+    stand_in(tmp_path, "sbatch", f"cat > {tmp_path}/given; echo 3")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    run = {"run_name": "a/b", "output_dir": tmp_path / "outputs"}
+    assert submit_run(SlurmJob(nodes=2), ["--config", "mine"], **run) == 3
+    assert log_file("a/b", tmp_path / "outputs").parent.is_dir()
+    assert (tmp_path / "given").read_text() == batch_script(
+        SlurmJob(nodes=2), ["--config", "mine"], **run
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "gone"),
+    [
+        ("srun: error: n1: task 0: Exited with exit code 3", {0}),
+        ("srun: error: n[1-3]: tasks 0,2: Killed", {0, 2}),
+        ("srun: error: n[1-3]: tasks 0-1: Terminated", {0, 1}),
+        ("srun: error: Node failure on n2", {1}),
+        ("srun: error: Node failure on n22", set()),
+        ("srun: got SIGCONT", set()),
+    ],
+)
+def test_what_srun_says_of_a_worker_is_why_it_is_gone(line, gone):
+    found = {i for i in range(3) if why_task_gone(["srun: a", line], i, f"n{i + 1}")}
+    assert found == gone

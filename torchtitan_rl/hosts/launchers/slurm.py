@@ -1,8 +1,7 @@
-"""Slurm: a batch script that goes on where it was stopped, and workers in an allocation.
+"""Slurm in an allocation: a worker on each of its nodes, started by srun.
 
-Outside an allocation, `batch_script` makes the script of a run and `submit` hands it to sbatch. In
-the allocation, `nodes_of_allocation` says which nodes there are, and `worker_command` is the srun
-command that starts a worker on each.
+`nodes_of_allocation` says which nodes there are, `worker_command` is the srun command, and
+`SlurmWorkers` runs it.
 """
 
 import os
@@ -11,253 +10,20 @@ import shlex
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan_rl.core.errors import TorchtitanRLError
+from torchtitan_rl.hosts.launchers.slurm_commands import SlurmError, ask, file_pattern, not_found
 
 DEFAULT_PORT = 26600
-LONGEST_SIGNAL_SECONDS = 65535
-"""What sbatch accepts at most in --signal."""
 SECRET_VARIABLE = "TORCHTITAN_RL_SECRET"
+STANDARD_ERROR = 2
+"""Its file descriptor; standard output is for the run's own lines."""
 STOP_SECONDS = 10.0
 """How long workers may take to end after their controller has gone."""
-OWN_OPTIONS = ("--run_name", "--output_dir", "--resume")
-"""Settings of the training command that the script sets itself."""
 WORKER = (sys.executable, "-m", "torchtitan_rl", "worker", "--once")
 """Command of a worker that ends when its controller has gone."""
-
-
-class SlurmError(TorchtitanRLError, ValueError):
-    """Slurm cannot do what was asked; the message says why, in Slurm's words if it has any."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlurmJob:
-    """What to ask Slurm for. Empty and 0 leave it to the cluster.
-
-    Example:
-        SlurmJob(nodes=4, partition="gpu", time="24:00:00", gpus_per_node=8, cpus_per_task=96)
-    """
-
-    nodes: int = 1
-    """Nodes of the run; a worker runs on each."""
-    partition: str = ""
-    """Partition; sbatch --partition."""
-    account: str = ""
-    """Account that is charged; sbatch --account."""
-    qos: str = ""
-    """Quality of service; sbatch --qos."""
-    time: str = ""
-    """Longest time, as sbatch --time has it: 90 (minutes), 24:00:00, 2-12 (days and hours)."""
-    gpus_per_node: int = 0
-    """GPUs of each node."""
-    cpus_per_task: int = 0
-    """CPUs of each node's worker."""
-    mem: str = ""
-    """Memory of each node, such as 200G; 0 is all of it."""
-    signal_seconds: int = 300
-    """Seconds before the time limit at which the run is told to save and stop. Slurm may tell it up
-    to a minute earlier."""
-    args: tuple[str, ...] = ()
-    """Further options of sbatch, such as --constraint=h100."""
-
-    def __post_init__(self) -> None:
-        if self.nodes < 1:
-            raise SlurmError(f"nodes must be at least 1; got {self.nodes}")
-        for name in ("gpus_per_node", "cpus_per_task"):
-            if getattr(self, name) < 0:
-                raise SlurmError(f"{name} must not be negative; got {getattr(self, name)}")
-        if not 1 <= self.signal_seconds <= LONGEST_SIGNAL_SECONDS:
-            raise SlurmError(
-                f"signal_seconds must be 1 to {LONGEST_SIGNAL_SECONDS}; got {self.signal_seconds}"
-            )
-        for argument in self.args:
-            if not argument.startswith("-"):
-                raise SlurmError(
-                    f"{argument!r} is no option of sbatch: write --name=value, in one word"
-                )
-
-    def options(self) -> Iterator[str]:
-        """Options of sbatch, without those that every run has."""
-        named = {
-            "nodes": self.nodes,
-            "partition": self.partition,
-            "account": self.account,
-            "qos": self.qos,
-            "time": self.time,
-            "gpus-per-node": self.gpus_per_node,
-            "cpus-per-task": self.cpus_per_task,
-            "mem": self.mem,
-        }
-        yield from (f"--{name}={value}" for name, value in named.items() if value)
-        yield from self.args
-
-
-# ---- a run as a batch job -----------------------------------------------------------------------
-
-BODY = """\
-cd {folder} || exit 1
-run={run}
-arguments=({arguments})
-# A job that starts again, and one that is submitted again, go on where the run is.
-if [ -e "$run/config.json" ]; then arguments+=(--resume); fi
-echo "job $SLURM_JOB_ID, start $((${{SLURM_RESTART_COUNT:-0}} + 1)), on $SLURM_JOB_NODELIST"
-
-job_state() {{
-  scontrol show job --oneliner "$SLURM_JOB_ID" | sed -n 's/.* JobState=\\([A-Z_]*\\).*/\\1/p'
-}}
-
-# RUNNING: the time limit comes near, or another job wants the nodes; only this shell is told.
-# Otherwise Slurm ends the job: it was cancelled or requeued, or its time is over. Slurm then tells
-# all processes, but with cgroups this shell alone; two signals would stop the run at once.
-only_this_shell() {{
-  [ "$told" = RUNNING ] || scontrol show config | grep -q 'ProctrackType *= proctrack/cgroup'
-}}
-told=
-on_term() {{
-  if [ -n "$told" ]; then return; fi
-  told=$(job_state)
-  told=${{told:-RUNNING}}  # no answer: rather one signal too many than none
-  if only_this_shell; then kill -TERM "$training"; fi
-}}
-training=
-trap on_term TERM
-
-{python} -m torchtitan_rl.train "${{arguments[@]}}" &
-training=$!
-if [ -n "$told" ]; then kill -TERM "$training"; fi  # told before there was anyone to tell
-while kill -0 "$training" 2>/dev/null; do wait "$training"; done  # a signal ends `wait` early
-wait "$training"
-code=$?
-
-# Only a run that was told to stop by a signal, and did, is to go on: 130 is its exit code, and 143
-# that of one which had not begun. One that is done, has failed or was cancelled stays so.
-if [ "$told" = RUNNING ] && {{ [ $code = 130 ] || [ $code = 143 ]; }}; then
-  trap - TERM
-  if [ "$(job_state)" = RUNNING ] && scontrol requeue "$SLURM_JOB_ID"; then
-    echo "job $SLURM_JOB_ID is queued again, and goes on when it starts"
-    sleep 60  # Slurm ends this shell
-  fi
-  echo "job $SLURM_JOB_ID could not be queued again; submit it again to go on"
-fi
-exit $code
-"""
-
-
-def batch_script(
-    job: SlurmJob,
-    arguments: Sequence[str],
-    *,
-    run_name: str,
-    output_dir: Path | str,
-    folder: Path | str = "",
-    python: str = sys.executable,
-) -> str:
-    """Text of a batch script that trains, and goes on after the time limit and after preemption.
-
-    The console's output is appended to slurm.log in the run's folder, which must exist when the job
-    starts: `log_file` names it.
-
-    Args:
-        job: What to ask Slurm for.
-        arguments: Arguments of the training command, without --run_name, --output_dir, --resume.
-        run_name: Name of the run.
-        output_dir: Folder of all runs; all nodes must see it.
-        folder: Working folder of the training command; the current one if empty.
-        python: Interpreter on the nodes.
-    """
-    for argument in arguments:
-        if argument.partition("=")[0] in OWN_OPTIONS:
-            raise SlurmError(
-                f"{argument} is set by the batch script: leave it out of the arguments"
-            )
-    if not run_name:
-        raise SlurmError("run_name is empty: a job that is queued again needs it to find its run")
-    log = log_file(run_name, output_dir)
-    options = [
-        f"--job-name={run_name}",
-        *job.options(),
-        "--ntasks-per-node=1",
-        "--requeue",
-        f"--signal=B:TERM@{job.signal_seconds}",
-        "--open-mode=append",
-        f"--output={_pattern(log)}",
-    ]
-    words = [*arguments, "--output_dir", str(log.parents[_depth(run_name)]), "--run_name", run_name]
-    for text in (*options, *words, str(folder)):
-        if "\n" in text:
-            raise SlurmError(f"{text!r} has a line break, which a batch script cannot have")
-    body = BODY.format(
-        folder=shlex.quote(str(Path(folder).absolute())),
-        run=shlex.quote(str(log.parent)),
-        arguments=shlex.join(words),
-        python=shlex.quote(python),
-    )
-    directives = "\n".join(f"#SBATCH {_directive(option)}" for option in options)
-    return f"#!/usr/bin/env bash\n{directives}\n\n{body}"
-
-
-def log_file(run_name: str, output_dir: Path | str) -> Path:
-    """The file that a job's output is appended to.
-
-    Example:
-        >>> log_file("mine", "/shared/outputs")
-        PosixPath('/shared/outputs/mine/slurm.log')
-    """
-    return Path(output_dir).absolute() / run_name / "slurm.log"
-
-
-def _depth(run_name: str) -> int:
-    """How many folders above its log the folder of all runs is, by number of the parent."""
-    return len(Path(run_name).parts)
-
-
-def _pattern(path: Path) -> str:
-    """A path as a file name of Slurm, in which % stands for something."""
-    return str(path).replace("%", "%%")
-
-
-def _directive(option: str) -> str:
-    """An option in an #SBATCH line: sbatch splits it as a shell would, and # begins a comment.
-
-    Example:
-        >>> _directive("--comment=my run")
-        '--comment="my run"'
-    """
-    name, equals, value = option.partition("=")
-    if re.fullmatch(r"[\w@%+=:,./-]*", value, re.ASCII):
-        return option
-    escaped = re.sub(r'(["\\])', r"\\\1", value)
-    return f'{name}{equals}"{escaped}"'
-
-
-def submit(script: str, *, environment: Mapping[str, str] | None = None) -> int:
-    """Hand a batch script to sbatch; returns the job's number."""
-    said = _ask(["sbatch", "--parsable"], environment=environment, script=script)
-    number = said.strip().split("\n")[-1].partition(";")[0]
-    if not number.isdigit():
-        raise SlurmError(f"sbatch answered {said!r}, which has no job number")
-    return int(number)
-
-
-def submit_run(
-    job: SlurmJob,
-    arguments: Sequence[str],
-    *,
-    run_name: str,
-    output_dir: Path | str,
-    folder: Path | str = "",
-) -> int:
-    """Submit a run as `batch_script` makes it; returns the job's number."""
-    script = batch_script(job, arguments, run_name=run_name, output_dir=output_dir, folder=folder)
-    # Slurm makes no folder: the job would fail, and nobody would be told.
-    log_file(run_name, output_dir).parent.mkdir(parents=True, exist_ok=True)
-    return submit(script)
-
-
-# ---- workers in an allocation -------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,8 +44,8 @@ def nodes_of_allocation(environment: Mapping[str, str] | None = None) -> list[Sl
             "SLURM_JOB_NODELIST is not set, so that this is no allocation of Slurm: start this "
             "command by sbatch or salloc, or name the machines with --hosts"
         )
-    hosts = _ask(["scontrol", "show", "hostnames", names], environment=environment).split()
-    told = _ask(["scontrol", "show", "node", "--oneliner", names], environment=environment)
+    hosts = ask(["scontrol", "show", "hostnames", names], environment=environment).split()
+    told = ask(["scontrol", "show", "node", "--oneliner", names], environment=environment)
     addresses = dict(re.findall(r"^NodeName=(\S+).*? NodeAddr=(\S+)", told, re.MULTILINE))
     return [SlurmNode(name, addresses.get(name, name)) for name in hosts]
 
@@ -315,7 +81,7 @@ def worker_command(
         *("--export=ALL", "--input=none", "--job-name=torchtitan-rl-worker"),
     ]
     if logs:
-        step.append(f"--output={_pattern(Path(logs).absolute())}/worker-%N.log")
+        step.append(f"--output={file_pattern(Path(logs).absolute())}/worker-%N.log")
     return [*step, "sh", "-c", _start(nodes, port), "worker", *worker]
 
 
@@ -330,34 +96,6 @@ def _start(nodes: Sequence[SlurmNode], port: int) -> str:
     named = f' case "$SLURMD_NODENAME" in {cases} esac;' if other else ""
     become = f'exec "$@" --address "$address:{port}"'
     return f"trap '' TERM; address=$SLURMD_NODENAME;{named} {become}"
-
-
-def _not_found(command: str) -> SlurmError:
-    return SlurmError(
-        f"{command} was not found: Slurm's commands are on the login nodes of a cluster, and on "
-        "its compute nodes; name the machines with --hosts where there is no Slurm"
-    )
-
-
-def _ask(
-    command: Sequence[str], *, environment: Mapping[str, str] | None, script: str | None = None
-) -> str:
-    """What a command of Slurm prints; an error has its words."""
-    try:
-        done = subprocess.run(
-            command,
-            input=script,
-            stdin=subprocess.DEVNULL if script is None else None,
-            capture_output=True,
-            text=True,
-            env=None if environment is None else dict(environment),
-        )
-    except FileNotFoundError:
-        raise _not_found(command[0]) from None
-    if done.returncode:
-        said = " ".join((done.stderr or done.stdout).split())
-        raise SlurmError(f"{command[0]} failed with exit code {done.returncode}: {said}")
-    return done.stdout
 
 
 class SlurmWorkers:
@@ -399,12 +137,12 @@ class SlurmWorkers:
                 command,
                 env={**os.environ, SECRET_VARIABLE: self.secret},
                 stdin=subprocess.DEVNULL,
-                stdout=None if self.logs else sys.stderr,
+                stdout=STANDARD_ERROR,
                 stderr=subprocess.PIPE,
                 start_new_session=True,  # Ctrl-C is for the controller alone
             )
         except FileNotFoundError:
-            raise _not_found("srun") from None
+            raise not_found("srun") from None
         threading.Thread(target=self._listen, args=(self._srun,), daemon=True).start()
         return [f"{node.address}:{self.port}" for node in self.nodes]
 
