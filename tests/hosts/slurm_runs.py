@@ -160,64 +160,138 @@ def node_lost(runs: Runs) -> None:
 
 WORKER = """\
 import os, signal, sys, time
-node, words = os.environ["SLURMD_NODENAME"], sys.argv[1:]
+node, secret = os.environ["SLURMD_NODENAME"], sys.stdin.readline().strip()
+address, _, port = sys.argv[-1].partition(":")
 ignored = signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
-print(node, *words, os.environ["TORCHTITAN_RL_SECRET"], ignored, flush=True)
-if node == "slurm1":
+if os.path.exists(f"{node}-fails"):
+    sys.exit(f"{node} has no room")
+open(f"{node}-started", "w").write(f"{address} {port} {ignored} {len(secret)}")
+print("listening at", address, "port", port, flush=True)
+if node == "slurm1" and not os.path.exists("all-stay"):
     sys.exit(3)
-while not os.path.exists("controller-gone"):
-    time.sleep(0.1)
-print("still here", flush=True)
+sys.stdin.read()
+if not os.path.exists(f"{node}-hangs"):
+    open(f"{node}-ended", "w").close()
+    sys.exit()
 time.sleep(1000)
 """
 
 INSIDE = """\
-import os, sys, time
-from torchtitan_rl.hosts.launchers.slurm import SlurmWorkers
-worker = (sys.executable, sys.argv[1])
-workers = SlurmWorkers(secret="not to be seen", logs=sys.argv[2], worker=worker)
-print(workers.start(), flush=True)
-commands = os.popen("ps -eo args").read()
-assert "worker.py" in commands and "not to be seen" not in commands
-while not workers.why_gone(0):
-    time.sleep(0.1)
-print(workers.why_gone(0), "/", workers.why_gone(1), flush=True)
-while not os.path.exists("controller-gone"):
-    time.sleep(0.1)
-start = time.monotonic()
-workers.stop(patience=1)
-print("stopped after", time.monotonic() - start, "s:", workers.why_gone(1), flush=True)
+import asyncio, os, sys, time
+from types import SimpleNamespace
+from torchtitan_rl.hosts.launchers import slurm
+
+async def main():
+    open("pid", "w").write(str(os.getpid()))
+    slurm.STOP_SECONDS = 1.0
+    hosts = slurm.SlurmHosts(SimpleNamespace(port=7000), worker=(sys.executable, "worker.py"))
+    print("said", *hosts.describe(), flush=True)
+    try:
+        print("places", await hosts.start(), flush=True)
+    except slurm.SlurmError as error:
+        print("error", error, flush=True)
+        return await hosts.stop()
+    commands = os.popen("ps -eo args").read()
+    assert "worker.py" in commands and hosts.secret not in commands
+    while not os.path.exists("go"):
+        print("gone", [hosts.why_gone(0), hosts.why_gone(1)], flush=True)
+        await asyncio.sleep(0.2)
+    start = time.monotonic()
+    await hosts.stop()
+    print(f"stopped {time.monotonic() - start:.1f}", hosts.why_gone(1), flush=True)
+
+asyncio.run(main())
 """
+
+
+class Inside:
+    """A controller in an allocation of both nodes, with workers that are stand-ins."""
+
+    def __init__(self, runs: Runs, name: str, *files: str) -> None:
+        self.cluster, self.folder = runs.cluster, runs.folder / name
+        self.folder.mkdir()
+        (self.folder / "worker.py").write_text(WORKER)
+        (self.folder / "inside.py").write_text(INSIDE)
+        self.touch(*files)
+        run = shlex.join([sys.executable, "inside.py"])
+        lines = [
+            "#!/bin/sh",
+            f"cd {shlex.quote(str(self.folder))}",
+            f"PYTHONPATH={ROOT} {run}",
+            'echo "code $?"',
+            "while [ ! -e over ]; do sleep 0.2; done",  # the allocation stays
+        ]
+        script = "\n".join([*lines, ""])
+        options = ("--nodes=2", "--cpus-per-task=2", "--gpus-per-node=2")
+        self.job = self.cluster.submit(script, *options)
+
+    def touch(self, *files: str) -> None:
+        for file in files:
+            (self.folder / file).touch()
+
+    def until_said(self, text: str) -> None:
+        self.cluster.until(lambda: text in self.said(), f"the controller says {text!r}")
+
+    def said(self) -> str:
+        return self.cluster.output(self.job)
+
+    def file(self, name: str) -> str:
+        return (self.folder / name).read_text()
+
+    def ends(self, code: int = 0) -> None:
+        """Wait until the controller has ended, and give back the allocation."""
+        self.until_said("\ncode ")
+        assert f"\ncode {code}\n" in self.said(), self.said()
+        self.touch("over")
+        self.cluster.until_state(self.job, "COMPLETED")
 
 
 def workers(runs: Runs) -> None:
     """In an allocation, a worker starts on each node with its address; one that ends, or SIGTERM
     from Slurm, leaves the others."""
-    folder = runs.folder / "workers %"
-    folder.mkdir()
-    (folder / "worker.py").write_text(WORKER)
-    (folder / "inside.py").write_text(INSIDE)
-    command = [sys.executable, str(folder / "inside.py"), str(folder / "worker.py"), str(folder)]
-    script = f"#!/bin/sh\ncd {shlex.quote(str(folder))}\nexport PYTHONPATH={ROOT}\n"
-    options = ("--nodes=2", "--cpus-per-task=2", "--gpus-per-node=2")
-    job = runs.cluster.submit(f"{script}exec {shlex.join(command)}\n", *options)
-    cluster = runs.cluster
-    cluster.until(lambda: "task 0: Exited with exit code 3 / \n" in cluster.output(job), "one ends")
-    cluster.cancel(job, "--signal=TERM")
+    inside = Inside(runs, "workers %")
+    first, second = (node.address for node in runs.cluster.nodes)
+    inside.until_said(f"places ['{first}:7000', '{second}:7000']")
+    inside.until_said("gone ['srun: slurm1: task 0: Exited with exit code 3', '']")
+    assert inside.file("slurm2-started").startswith(f"{second} 7000 True ")
+    runs.cluster.cancel(inside.job, "--signal=TERM")
     time.sleep(1)
-    (folder / "controller-gone").touch()
-    cluster.until_state(job, "COMPLETED", "FAILED")
-    first, second = (f"{node.address}:26600" for node in cluster.nodes)
-    logs = [(folder / f"worker-slurm{i}.log").read_text() for i in (1, 2)]
-    assert logs[0].startswith(f"slurm1 --address {first} not to be seen True\n"), logs
-    assert logs[1].startswith(f"slurm2 --address {second} not to be seen True\nstill here\n"), logs
-    said = cluster.output(job)
-    assert str([first, second]) in said
-    assert cluster.state(job) == "COMPLETED", said
+    assert not (inside.folder / "slurm2-ended").exists()
+    inside.touch("go")
+    inside.ends()
+    assert (inside.folder / "slurm2-ended").exists()
+
+
+def a_worker_that_cannot_start(runs: Runs) -> None:
+    """The error names the node, and has the worker's words."""
+    inside = Inside(runs, "cannot", "slurm2-fails", "all-stay")
+    inside.ends()
+    said = inside.said().partition("error ")[2]
+    assert said.startswith("slurm2: srun: slurm2: task 1: Exited with exit code 1 / "), said
+    assert "slurm2 has no room" in said
+
+
+def a_worker_that_hangs(runs: Runs) -> None:
+    """A worker that does not end with its controller's connection is killed."""
+    inside = Inside(runs, "hangs", "all-stay", "slurm2-hangs", "go")
+    inside.ends()
+    assert "stopped 1." in inside.said(), inside.said()
+    assert (inside.folder / "slurm1-ended").exists()
+
+
+def a_controller_that_is_killed(runs: Runs) -> None:
+    """Workers end when the controller's process is killed, and the allocation is there still."""
+    inside = Inside(runs, "killed", "all-stay")
+    inside.until_said("gone")
+    runs.cluster.nodes[0].run(["kill", "-KILL", inside.file("pid")], check=True)
+    ended = [inside.folder / f"slurm{i}-ended" for i in (1, 2)]
+    runs.cluster.until(lambda: all(file.exists() for file in ended), "the workers end")
+    inside.ends(137)
 
 
 CASES: tuple[Callable[[Runs], None], ...] = (
-    *(ends, cancelled, near_the_time_limit, preempted, requeued, node_lost, workers),
+    *(ends, cancelled, near_the_time_limit, preempted, requeued, node_lost),
+    *(workers, a_worker_that_cannot_start, a_worker_that_hangs, a_controller_that_is_killed),
 )
 
 

@@ -283,10 +283,8 @@ SHOW += "print(json.dumps([ignored, *sys.argv[1:]]))"
 def test_a_worker_knows_its_node_s_address_and_ignores_sigterm(node, address):
     nodes = [SlurmNode("n1", "n1"), SlurmNode("n2", "10.0.0.2")]
     worker = ("python3", "-c", SHOW, "it's", "a b")
-    command = worker_command(nodes, port=7000, worker=worker, logs="/logs 5%")
+    command = worker_command(nodes, port=7000, worker=worker)
     assert {"--nodes=2", "--ntasks=2", "--nodelist=n1,n2", "--no-kill"} <= {*command}
-    assert "--output=/logs 5%%/worker-%N.log" in command
-    assert not any(word.startswith("--output") for word in worker_command(nodes))
     task = command[command.index("sh") :]
     environment = {**os.environ, "SLURMD_NODENAME": node}
     said = subprocess.run(task, env=environment, capture_output=True, text=True, check=True)

@@ -1,29 +1,38 @@
-"""Slurm in an allocation: a worker on each of its nodes, started by srun.
+"""Slurm in an allocation: a worker on each of its nodes, started by one srun for all.
 
 `nodes_of_allocation` says which nodes there are, `worker_command` is the srun command, and
-`SlurmWorkers` runs it.
+`SlurmHosts` runs it. srun passes its standard input on to all workers: they get the secret by it,
+and end when it is closed, also when the controller is killed.
 """
 
+import asyncio
 import os
 import re
 import shlex
-import subprocess
 import sys
-import threading
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-from torchtitan_rl.hosts.launchers.slurm_commands import SlurmError, ask, file_pattern, not_found
+from torchtitan_rl.hosts.launchers.slurm_commands import SlurmError, ask, not_found
+from torchtitan_rl.hosts.secret import new_secret
 
-DEFAULT_PORT = 26600
-SECRET_VARIABLE = "TORCHTITAN_RL_SECRET"
-STANDARD_ERROR = 2
-"""Its file descriptor; standard output is for the run's own lines."""
+if TYPE_CHECKING:
+    from torchtitan_rl.config.cluster import ClusterConfig
+
+USUAL_PORT = 26600
+WORKER = (sys.executable, "-m", "torchtitan_rl", "worker", "--stdin")
+"""Command of a worker that has the secret from its standard input, and ends with that."""
+START_SECONDS = 120.0
+"""How long the workers may take until all listen."""
 STOP_SECONDS = 10.0
-"""How long workers may take to end after their controller has gone."""
-WORKER = (sys.executable, "-m", "torchtitan_rl", "worker", "--once")
-"""Command of a worker that ends when its controller has gone."""
+"""How long the workers may take to end."""
+SAID_LINES = 5
+"""Most lines of a worker's output that an error quotes."""
+LABELLED = re.compile(r" *(\d+): (.*)")
+"""A line of a task, as srun --label prints it."""
+LISTENING = re.compile(r"listening at (\S+) port (\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,21 +60,13 @@ def nodes_of_allocation(environment: Mapping[str, str] | None = None) -> list[Sl
 
 
 def worker_command(
-    nodes: Sequence[SlurmNode],
-    *,
-    port: int = DEFAULT_PORT,
-    logs: Path | str = "",
-    worker: Sequence[str] = WORKER,
+    nodes: Sequence[SlurmNode], *, port: int = USUAL_PORT, worker: Sequence[str] = WORKER
 ) -> list[str]:
     """The srun command that starts a worker on each node; it ends when all of them have.
-
-    The secret must be in the environment of the process that runs it: srun passes that on, while
-    the command line can be read by every user of a node.
 
     Args:
         nodes: Those to start a worker on.
         port: Port that all of them listen on.
-        logs: Folder for a log of each; none: they write to the output of srun.
         worker: Command of a worker, without its address.
     """
     step = [
@@ -78,10 +79,8 @@ def worker_command(
         *("--overlap", "--cpu-bind=none", "--mem=0"),
         # A worker that ends, or a node that fails, leaves the others: the controller decides.
         *("--kill-on-bad-exit=0", "--no-kill", "--wait=0"),
-        *("--export=ALL", "--input=none", "--job-name=torchtitan-rl-worker"),
+        *("--export=ALL", "--input=all", "--label", "--job-name=torchtitan-rl-worker"),
     ]
-    if logs:
-        step.append(f"--output={file_pattern(Path(logs).absolute())}/worker-%N.log")
     return [*step, "sh", "-c", _start(nodes, port), "worker", *worker]
 
 
@@ -98,82 +97,117 @@ def _start(nodes: Sequence[SlurmNode], port: int) -> str:
     return f"trap '' TERM; address=$SLURMD_NODENAME;{named} {become}"
 
 
-class SlurmWorkers:
-    """Workers on all nodes of the allocation that this process is in.
+class SlurmHosts:
+    """The nodes of the allocation that this process is in, with a worker on each.
 
     Example:
-        workers = SlurmWorkers(port=26600, secret=new_secret())
-        addresses = workers.start()  # ["10.0.0.1:26600", "10.0.0.2:26600"]
-        ...
-        workers.why_gone(1)  # "Node failure on node2", or "" while it is there
-        workers.stop()
-
-    Args:
-        port: Port that all of them listen on.
-        secret: What they ask the controller for.
-        logs: Folder for a log of each; none: they write to standard error.
-        worker: Command of a worker, without its address.
+        launcher = SlurmHosts(ClusterConfig(launcher="slurm"))
+        places = await launcher.start()  # ["10.0.0.1:26600", "10.0.0.2:26600"]
+        launcher.why_gone(1)  # "srun: Node failure on node2", or "" while it is there
+        await launcher.stop()
     """
 
-    def __init__(
-        self,
-        *,
-        port: int = DEFAULT_PORT,
-        secret: str,
-        logs: Path | str = "",
-        worker: Sequence[str] = WORKER,
-    ) -> None:
-        self.port, self.secret, self.logs, self.worker = port, secret, logs, worker
-        self.nodes: list[SlurmNode] = []
-        self._srun: subprocess.Popen[bytes] | None = None
-        self._said: list[str] = []
+    def __init__(self, config: "ClusterConfig", *, worker: Sequence[str] = WORKER) -> None:
+        self.secret = new_secret()
+        self._port, self._worker = config.port, worker
+        self._nodes: list[SlurmNode] = []
+        self._srun: asyncio.subprocess.Process | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._places: dict[int, str] = {}
+        self._slurm_said: list[str] = []
+        self._workers_said: dict[int, deque[str]] = defaultdict(lambda: deque(maxlen=SAID_LINES))
+        self._news = asyncio.Condition()
 
-    def start(self) -> list[str]:
-        """Start the workers; returns where each will listen. It does not wait until they do."""
-        self.nodes = nodes_of_allocation()
-        command = worker_command(self.nodes, port=self.port, logs=self.logs, worker=self.worker)
+    def describe(self) -> list[str]:
+        nodes = nodes_of_allocation()
+        command = worker_command(nodes, port=self._port, worker=self._worker)
+        names = ", ".join(node.name for node in nodes)
+        return [f"start a worker on each of {names}: {shlex.join(command)}"]
+
+    async def start(self) -> list[str]:
+        """Start the workers; returns where each listens."""
+        self._nodes = nodes_of_allocation()
+        command = worker_command(self._nodes, port=self._port, worker=self._worker)
         try:
-            self._srun = subprocess.Popen(
-                command,
-                env={**os.environ, SECRET_VARIABLE: self.secret},
-                stdin=subprocess.DEVNULL,
-                stdout=STANDARD_ERROR,
-                stderr=subprocess.PIPE,
+            self._srun = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C is for the controller alone
             )
         except FileNotFoundError:
             raise not_found("srun") from None
-        threading.Thread(target=self._listen, args=(self._srun,), daemon=True).start()
-        return [f"{node.address}:{self.port}" for node in self.nodes]
+        assert self._srun.stdin is not None
+        self._srun.stdin.write(f"{self.secret}\n".encode())
+        self._reading = asyncio.create_task(self._read(self._srun))
+        await self._all_listen()
+        return [self._places[number] for number in range(len(self._nodes))]
 
-    def _listen(self, srun: "subprocess.Popen[bytes]") -> None:
-        """Keep what srun says of its tasks; the rest is the workers' own, and passed on."""
-        assert srun.stderr is not None
-        for raw in srun.stderr:
-            line = raw.decode(errors="replace").rstrip()
-            if line.startswith(("srun: ", "slurmstepd")):
-                self._said.append(line)
-            if not line.startswith("srun: "):
-                print(line, file=sys.stderr, flush=True)
+    async def _all_listen(self) -> None:
+        """Wait until all workers listen, or one cannot."""
+        try:
+            async with asyncio.timeout(START_SECONDS), self._news:
+                while len(self._places) < len(self._nodes):
+                    if errors := self._failures():
+                        raise SlurmError("; ".join(errors))
+                    await self._news.wait()
+        except TimeoutError:
+            silent = [n.name for i, n in enumerate(self._nodes) if i not in self._places]
+            raise SlurmError(
+                f"no worker listens after {START_SECONDS:.0f} s on {', '.join(silent)}; "
+                f"{' / '.join(self._slurm_said[-SAID_LINES:]) or 'srun has said nothing'}"
+            ) from None
+
+    def _failures(self) -> list[str]:
+        """What is wrong with each worker that has ended, and what it said at last."""
+        found = ((number, self.why_gone(number)) for number in range(len(self._nodes)))
+        return [
+            " / ".join([f"{self._nodes[number].name}: {why}", *self._workers_said[number]])
+            for number, why in found
+            if why
+        ]
+
+    async def _read(self, srun: asyncio.subprocess.Process) -> None:
+        """Take note of what srun and the workers say, until all have ended."""
+        assert srun.stdout is not None
+        async for raw in srun.stdout:
+            self._note(raw.decode(errors="replace").rstrip())
+            async with self._news:
+                self._news.notify_all()
+        await srun.wait()
+        async with self._news:
+            self._news.notify_all()
+
+    def _note(self, line: str) -> None:
+        labelled = LABELLED.match(line)
+        if labelled is None:
+            self._slurm_said.append(line)
+        elif found := LISTENING.search(line):
+            self._places[int(labelled[1])] = f"{found[1]}:{found[2]}"
+        else:
+            self._workers_said[int(labelled[1])].append(labelled[2])
 
     def why_gone(self, number: int) -> str:
         """Why the worker of a node is gone for good; empty if that is not known."""
-        if said := why_task_gone(self._said, number, self.nodes[number].name):
+        if said := why_task_gone(self._slurm_said, number, self._nodes[number].name):
             return said
-        if self._srun is not None and (code := self._srun.poll()) is not None:
-            last = self._said[-1] if self._said else "nothing was said"
-            return f"srun ended with exit code {code}: {last}"
+        if self._srun is not None and self._srun.returncode is not None:
+            last = " / ".join(self._slurm_said[-SAID_LINES:]) or "nothing was said"
+            return f"srun ended with exit code {self._srun.returncode}: {last}"
         return ""
 
-    def stop(self, patience: float = STOP_SECONDS) -> None:
-        """Wait for workers that end because their controller has gone, and end the others."""
-        if self._srun is None:
+    async def stop(self) -> None:
+        """Have the workers end."""
+        if self._srun is None or self._reading is None:
             return
+        assert self._srun.stdin is not None
+        self._srun.stdin.close()
         try:
-            self._srun.wait(patience)
-        except subprocess.TimeoutExpired:
-            self._srun.terminate()  # srun then kills what ignores SIGTERM
-            self._srun.wait()
+            await asyncio.wait_for(asyncio.shield(self._reading), STOP_SECONDS)
+        except TimeoutError:
+            self._srun.terminate()  # srun then kills them
+            await self._reading
 
 
 def why_task_gone(said: Sequence[str], number: int, node: str) -> str:
