@@ -28,6 +28,7 @@ from common import note, report
 from torchtitan_rl.actors.simulated import SimulatedGenerator
 from torchtitan_rl.batching.grid import make_grid
 from torchtitan_rl.core.types import Episode
+from torchtitan_rl.hosts.host import LocalProcesses
 from torchtitan_rl.models.makers.tiny import write_tiny_model
 from torchtitan_rl.platform import worker_env
 from torchtitan_rl.run.controller import Controller
@@ -69,7 +70,7 @@ def housing(config: Controller.Config) -> Callable[[int], Awaitable[Spawned]]:
         actor = house.procs.spawn(f"g{number}", SimulatedGenerator, config.generator, **made)
         await actor.setup.call_one()
         [process] = house.processes  # one object each: looking at it is not cached
-        return Housed(actor, house.procs, [type(process)(process.pid)], house.host)
+        return Housed(actor, house.procs, [LocalProcesses([process.pid])], machines=house.machines)
 
     return start
 

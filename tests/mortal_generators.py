@@ -89,6 +89,8 @@ class World:
 class Process:
     """A process with an actor, in the place of `Spawned`."""
 
+    lost_host = ""
+
     def __init__(self, world, number):
         self.world, self.number = world, number
         self.version, self.ended, self.deaf, self.asleep = 0, False, False, False

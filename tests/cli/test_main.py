@@ -49,9 +49,17 @@ def test_what_needs_no_torch_imports_none(command, code, tmp_path):
     assert imported(COMMAND.format(arguments=command.split(), code=code), cwd=tmp_path) == set()
 
 
+TRAIN_AND_SAY_SO = """
+import sys
+from torchtitan_rl.cli import main, train
+train.SILENT_SECONDS = 0.0  # else a quick machine has imported torch before anything is said
+sys.exit(main.main(["train", "--config", "grpo_sum_digits_tiny"]))
+"""
+
+
 def test_ctrl_c_while_torch_is_imported_ends_quietly(tmp_path):
     process = subprocess.Popen(
-        [sys.executable, "-m", "torchtitan_rl.train", "--config", "grpo_sum_digits_tiny"],
+        [sys.executable, "-c", TRAIN_AND_SAY_SO],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -12,12 +12,13 @@ import pytest
 
 from torchtitan_rl.cli import train
 from torchtitan_rl.config.resume import fixed_settings
+from torchtitan_rl.hosts.cluster import Cluster
 from torchtitan_rl.observability.run_folder import RunFolder, RunFolderError
 from torchtitan_rl.observability.run_lock import RunLock
 from torchtitan_rl.run import launch
-from torchtitan_rl.run.actor_set import place_actors
 from torchtitan_rl.run.checks import resolved
 from torchtitan_rl.run.fork import resolve_fork
+from torchtitan_rl.run.placements import place_actors
 from torchtitan_rl.run.warm_start import supervised
 
 ROOT = Path(__file__).parents[2]
@@ -175,9 +176,9 @@ def test_colocated_actors_get_the_same_gpus(arguments, gpus):
     """In the order trainer, generators, reference."""
     parts = ["--config", "tiny", "--trainer.loss.ref_kl.coef", "0.1", *arguments.split()]
     config = resolved(train.parse(parts))
-    placed = place_actors(config)
+    placed = place_actors(config, Cluster(config.cluster, run=""))
     actors = [placed.trainer, *placed.generators, placed.reference]
-    assert [",".join(map(str, actor.gpus)) for actor in actors] == gpus
+    assert [",".join(map(str, actor.gpus[0])) for actor in actors] == gpus
     assert config.generator.engine.can_sleep == (config.placement == "colocated")
 
 

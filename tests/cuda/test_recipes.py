@@ -8,13 +8,14 @@ from torch.nn.attention import current_flash_attention_impl
 
 from tests.cuda.pretend import CAPABILITIES, model_folder, pretend_gpus
 from torchtitan_rl.config import RunConfig
+from torchtitan_rl.hosts.cluster import Cluster
 from torchtitan_rl.models.cuda.attention import PackedFlashAttention
 from torchtitan_rl.models.spec import build_on_meta, model_spec
 from torchtitan_rl.platform import device_type, resolve_dtype
 from torchtitan_rl.platform.flash_attention import MODULES, activate_kernel, choose_kernel
 from torchtitan_rl.recipes.registry import built_in_recipes
-from torchtitan_rl.run.actor_set import place_actors
 from torchtitan_rl.run.checks import check_code, check_machine, checked_model, resolved
+from torchtitan_rl.run.placements import place_actors
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +43,10 @@ def test_every_recipe_passes_its_checks_and_its_model_is_built(name, capability,
 
 def test_the_actors_of_a_recipe_get_gpus_of_their_own():
     with pretend_gpus((9, 0)):
-        placements = place_actors(built_in_recipes()["grpo_sum_digits_qwen3_14b"]())
+        config = built_in_recipes()["grpo_sum_digits_qwen3_14b"]()
+        placements = place_actors(config, Cluster(config.cluster, run=""))
     generators = [placement.gpus for placement in placements.generators]
-    assert [placements.trainer.gpus, *generators] == [range(4), range(4, 8)]
+    assert [placements.trainer.gpus, *generators] == [(range(4),), (range(4, 8),)]
 
 
 def test_a_machine_with_too_few_gpus_is_refused():

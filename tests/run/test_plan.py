@@ -81,7 +81,7 @@ def test_a_plan_is_what_a_real_step_takes(tmp_path, experts):
     config = replace(recipe("grpo_sum_digits_tiny"), prompts_per_step=16)
     predicted = trace_trainer(config, folder, LENGTHS, device="cpu")
     row = full_row(config, folder, LENGTHS)
-    assert predicted.microbatches == 4
+    assert predicted.microbatches == 7
     assert row.tokens == config.trainer.tokens_per_microbatch
     cpu = torch.profiler.ProfilerActivity.CPU
     profile = torch.profiler.profile(activities=[cpu], profile_memory=True)

@@ -90,6 +90,7 @@ async def test_a_killed_generator_is_replaced_and_nothing_is_lost(generators):
 async def test_generators_that_only_die_end_the_run_with_a_reason():
     class Dead:
         alive = True
+        lost_host = ""
 
         async def stop(self):
             pass
@@ -114,6 +115,7 @@ async def test_one_that_cannot_be_started_again_is_told_to_who_waits():
 
     class Dying:
         alive = True
+        lost_host = ""
 
         async def stop(self):
             pass
@@ -142,6 +144,7 @@ async def test_one_that_cannot_be_replaced_does_not_end_the_others():
 
     class Sampler:
         alive = True
+        lost_host = ""
 
         def __init__(self, number):
             self.number = number

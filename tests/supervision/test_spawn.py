@@ -19,10 +19,12 @@ import pytest
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 
 from torchtitan_rl.actors.grader import Grader
+from torchtitan_rl.hosts import exits, families
+from torchtitan_rl.hosts.exits import Exit
+from torchtitan_rl.hosts.host import LocalProcesses
 from torchtitan_rl.platform.worker_main import PARENT_VARIABLE
-from torchtitan_rl.supervision import exits, processes
+from torchtitan_rl.supervision import processes
 from torchtitan_rl.supervision.calls import ProcessEndedError
-from torchtitan_rl.supervision.exits import Exit
 from torchtitan_rl.supervision.spawn import spawn_grader
 from torchtitan_rl.tasks.sum_digits import SumDigits
 
@@ -30,13 +32,13 @@ from torchtitan_rl.tasks.sum_digits import SumDigits
 def test_a_process_has_ended_before_and_after_it_is_collected():
     child = subprocess.Popen(["sleep", "60"])
     process = psutil.Process(child.pid)
-    assert not processes.has_ended(process)
+    assert not families.has_ended(process)
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert processes.has_ended(process)
+    assert families.has_ended(process)
     child.wait()
-    assert processes.has_ended(process)
-    assert not processes.has_ended(psutil.Process(os.getppid()))  # no child
+    assert families.has_ended(process)
+    assert not families.has_ended(psutil.Process(os.getppid()))  # no child
 
 
 SPAWN_A_GRADER = """
@@ -172,14 +174,15 @@ async def test_if_nobody_has_seen_how_a_process_ended_monarch_is_asked(monkeypat
     monkeypatch.setattr(processes, "LAST_REPLY_SECONDS", 0.01)
     monkeypatch.setattr(processes, "WATCH_SECONDS", 0.01)
     child = subprocess.Popen(["true"])
-    gone = psutil.Process(child.pid)
+    part = LocalProcesses([child.pid])
     child.wait()
 
     async def reply():
         await asyncio.sleep(0.2)
         raise SupervisionError("... the process this actor was running on failed: Killed(sig=9)")
 
-    spawned = processes.Spawned(None, None, [gone], name="trainer", log_file="logs/trainer.log")
+    spawned = processes.Spawned(None, None, [part], name="trainer", log_files=("logs/trainer.log",))
+    monkeypatch.setattr(LocalProcesses, "ends", {})
     with pytest.raises(ProcessEndedError) as error:
         await spawned.watched(reply())
     assert str(error.value) == (

@@ -58,6 +58,13 @@ def kubernetes(arguments: Sequence[str]) -> int:
     return main(arguments, prog=f"{PROGRAM} kubernetes")
 
 
+def worker(arguments: Sequence[str]) -> int:
+    """Lend this machine to runs on several hosts."""
+    from torchtitan_rl.cli.worker import main
+
+    return main(arguments, prog=f"{PROGRAM} worker")
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
     "plan": plan,
@@ -66,6 +73,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "model": model,
     "doctor": doctor,
     "kubernetes": kubernetes,
+    "worker": worker,
 }
 
 

@@ -9,23 +9,34 @@ What is wrong with the settings by themselves is said before torch is imported.
 import argparse
 import difflib
 import logging
+import os
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from torchtitan_rl.cli.recipes import print_recipes
 from torchtitan_rl.cli.suggestions import describe_unknown, setting_names
 from torchtitan_rl.config import RunConfig
+from torchtitan_rl.config.cluster import Launcher
 from torchtitan_rl.config.renames import renamed_flag
 from torchtitan_rl.core.errors import TorchtitanRLError
 from torchtitan_rl.core.interrupts import end_on_interrupt
 from torchtitan_rl.platform.switches import switched_off
 from torchtitan_rl.recipes import registry
 
+if TYPE_CHECKING:
+    from torchtitan_rl.hosts.launchers.torchrun import Node
+
 PROGRAM = "torchtitan-rl train"
+CLUSTER_OPTIONS = {
+    "--hosts": "run on these hosts, on which `torchtitan-rl worker` runs",
+    "--ssh": "run on these hosts; workers are started on them by ssh",
+}
+"""Options that are no settings themselves, but set some of `cluster`."""
 SILENT_SECONDS = 1.0
 """How long importing torch, vLLM and Monarch may take before the console says so."""
 
@@ -42,6 +53,10 @@ def main(argv: Sequence[str] | None = None, *, prog: str = PROGRAM) -> int:
     try:
         with end_on_interrupt():
             config = parse(arguments, prog=prog)
+            if config is not None and (node := lending_node(config)) is not None:
+                from torchtitan_rl.hosts.launchers.torchrun import lend
+
+                return lend(node, config.cluster.port)
         switched_off()  # modules read it as they are imported, too late for a plain message
     except ValueError as error:
         from torchtitan_rl.observability.console import print_error
@@ -74,8 +89,11 @@ def parse(arguments: Sequence[str], *, prog: str = PROGRAM) -> RunConfig | None:
     first.add_argument(
         "--dry_run",
         action="store_true",
-        help="sample and grade a prompt of each task, show all of it, and train nothing",
+        help="sample and grade a prompt of each task, show all of it, and train nothing; with "
+        "several hosts, say what would be started where, and start nothing",
     )
+    for option, meaning in CLUSTER_OPTIONS.items():
+        first.add_argument(option, metavar="a,b,...", help=meaning)
     chosen, overrides = first.parse_known_args(arguments)
     if chosen.config is None and {"-h", "--help"} & set(overrides):
         first.print_help()
@@ -92,10 +110,38 @@ def parse(arguments: Sequence[str], *, prog: str = PROGRAM) -> RunConfig | None:
         )
     recipe = registry.build_recipe(chosen.config, known)
     refuse_old_flags(overrides)
+    recipe = with_hosts(recipe, hosts=chosen.hosts, ssh=chosen.ssh)
     config = read_overrides(recipe, overrides, prog=f"{prog} --config {chosen.config}")
     if not config.run_name and not config.resume:
         config = replace(config, run_name=f"{chosen.config}-{time.strftime('%Y%m%d-%H%M%S')}")
     return config
+
+
+def lending_node(config: RunConfig) -> "Node | None":
+    """This process's place in a torchrun of which another one is the controller; None: there is no
+    torchrun, or this one is."""
+    from torchtitan_rl.hosts.launchers.launcher import chosen_launcher
+
+    if chosen_launcher(config.cluster) != "torchrun":
+        return None
+    from torchtitan_rl.hosts.launchers.torchrun import Node
+
+    node = Node.from_environment(os.environ)
+    return node if node.rank else None
+
+
+def with_hosts(recipe: RunConfig, *, hosts: str | None, ssh: str | None) -> RunConfig:
+    """The recipe on the hosts that `--hosts` or `--ssh` names."""
+    if hosts is not None and ssh is not None:
+        raise CommandError("--hosts has workers that run already, and --ssh starts them: give one")
+    given = hosts if ssh is None else ssh
+    if given is None:
+        return recipe
+    names = tuple(name.strip() for name in given.split(",") if name.strip())
+    launcher: Launcher = "hosts" if ssh is None else "ssh"
+    if not names:
+        raise CommandError(f"--{launcher} names no host: --{launcher} node0,node1")
+    return replace(recipe, cluster=replace(recipe.cluster, launcher=launcher, hosts=names))
 
 
 def refuse_old_flags(overrides: Sequence[str]) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from torchtitan_rl.config.advantage import BASELINES, AdvantageConfig
 from torchtitan_rl.config.checkpoint import CheckpointConfig
+from torchtitan_rl.config.cluster import ClusterConfig
 from torchtitan_rl.config.evaluation import EvaluationConfig
 from torchtitan_rl.config.generator import GeneratorConfig
 from torchtitan_rl.config.log import LogConfig
@@ -49,6 +50,8 @@ class RunConfig:
     """Which GPUs the actors use. `separate`: trainer and generators each have their own.
     `colocated`: they share them and take turns, so that one GPU is enough: each gives back its
     memory while the other works. On a CPU the same turns save memory."""
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    """The hosts that the actors live on; one, this one, unless it says more."""
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     """The actors that sample completions."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)

@@ -13,7 +13,8 @@ import shutil
 import sys
 import types
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     import torch
 
 DeviceType = Literal["cpu", "cuda"]
+Role = Literal["trainer", "generator", "grader", "reference", "environment"]
 
 
 _assumed: DeviceType | None = None
@@ -75,8 +77,9 @@ def why_no_cuda(cuda: str | None) -> str:
     return driver_problem(driver, cuda) if driver else ""
 
 
-def resolve_dtype(dtype: Dtype) -> Literal["float32", "bfloat16"]:
-    """`auto` is fp32 on a CPU (bf16 GEMMs are 3-9x slower on AVX2) and bf16 on a GPU.
+def resolve_dtype(dtype: Dtype, device: DeviceType | None = None) -> Literal["float32", "bfloat16"]:
+    """`auto` is fp32 on a CPU (bf16 GEMMs are 3-9x slower on AVX2) and bf16 on a GPU. `device` is
+    that of the machine that computes; None: of this one.
 
     Example:
         >>> resolve_dtype("bfloat16")
@@ -84,7 +87,7 @@ def resolve_dtype(dtype: Dtype) -> Literal["float32", "bfloat16"]:
     """
     if dtype != "auto":
         return dtype
-    return "float32" if device_type() == "cpu" else "bfloat16"
+    return "float32" if (device or device_type()) == "cpu" else "bfloat16"
 
 
 def check_compiler() -> None:
@@ -103,32 +106,52 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def default_threads(processes: int = 1) -> int:
-    """CPU threads of each process of an actor that computes, unless a setting says how many.
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """What a machine computes with, as far as the environment of its processes depends on it."""
+
+    device: DeviceType
+    cores: int
+    """Cores that a process may use."""
+    gpus: tuple[str, ...] = ()
+    """Names of the GPUs that a process may see, as CUDA_VISIBLE_DEVICES has them."""
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "Compute":
+        return cls(values["device"], values["cores"], tuple(values["gpus"]))
+
+
+def this_compute() -> Compute:
+    """What this machine computes with."""
+    device = device_type()
+    return Compute(device, available_cores(), _visible_gpus() if device == "cuda" else ())
+
+
+def default_threads(processes: int = 1, compute: Compute | None = None) -> int:
+    """CPU threads of each process of an actor that computes, unless a setting says how many;
+    `processes` are those of the actor on one machine, this one unless `compute` is given.
 
     On a CPU the actors take turns, so all cores are for the processes of one. With GPUs they all
     run at once, one process for each GPU.
     """
-    shares = processes
-    if device_type() == "cuda":
-        import torch
-
-        shares = max(processes, torch.cuda.device_count())
-    return max(1, available_cores() // shares)
+    compute = compute or this_compute()
+    return max(1, compute.cores // max(processes, len(compute.gpus)))
 
 
 def worker_env(
     threads: int,
     *,
-    role: Literal["trainer", "generator", "grader", "reference", "environment"],
+    role: Role,
     gpus: Sequence[int] | None = None,
+    compute: Compute | None = None,
 ) -> dict[str, str]:
-    """Environment of one worker process. `threads` = 0 means `default_threads`; `gpus` are those
-    its mesh may see, None for all.
+    """Environment of one worker process on this machine, or on one that has `compute`. `threads` =
+    0 means `default_threads`; `gpus` are those its mesh may see, None for all.
 
     Thread counts are set before the process starts, because OpenMP reads them once.
     """
-    threads = threads or default_threads()
+    compute = compute or this_compute()
+    threads = threads or default_threads(compute=compute)
     env = {
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
@@ -139,7 +162,7 @@ def worker_env(
         # Weights by `rdma` without a card: connections side by side, a third more than with one.
         "MONARCH_RDMA_TCP_FALLBACK_PARALLELISM": "4",
     }
-    if device_type() == "cpu" and role in ("trainer", "generator", "reference"):
+    if compute.device == "cpu" and role in ("trainer", "generator", "reference"):
         env |= _for_computing()
         # oneDNN, by which a generator multiplies, and a trainer in bf16, makes a program for every
         # new size. Two caches, its own and torch's, keep 1024 of them each, which leave holes all
@@ -147,14 +170,14 @@ def worker_env(
         # same few sizes in every step.
         env["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "256" if role == "generator" else "32"
         env["LRU_CACHE_CAPACITY"] = "32"
-    if gpus is not None and device_type() == "cuda":
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(_visible_gpus()[i] for i in gpus)
+    if gpus is not None and compute.device == "cuda":
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(compute.gpus[i] for i in gpus)
     if role == "generator":
         env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         env["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         env["VLLM_LOGGING_LEVEL"] = os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")
         env["VLLM_NO_USAGE_STATS"] = "1"
-        if device_type() == "cpu":
+        if compute.device == "cpu":
             # Thread placement is ours (OMP_NUM_THREADS); vLLM's own binding would pin every
             # replica to the same cores.
             env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
@@ -200,11 +223,19 @@ def memory_in_use() -> int:
     return 1024 * int(status.partition("RssAnon:")[2].split()[0])
 
 
-def _visible_gpus() -> list[str]:
+def _visible_gpus() -> tuple[str, ...]:
     import torch
 
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return chosen.split(",") if chosen else [str(i) for i in range(torch.cuda.device_count())]
+    return tuple(chosen.split(",") if chosen else map(str, range(torch.cuda.device_count())))
+
+
+@cache
+def machine_id() -> str:
+    """A text that processes which can open each other's memory files have in common, and no
+    others: the running kernel and the name space of process ids. A host name is no proof."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
 
 def check_gpus(needed: int, *, can_share: bool) -> None:

@@ -1,19 +1,21 @@
-"""The actors of a run: who is there, on which GPUs, with which logs."""
+"""The actors of a run: who is there, on which hosts and GPUs, with which logs."""
 
 import asyncio
 import shutil
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.core.waiting import together
+from torchtitan_rl.hosts.cluster import Cluster
+from torchtitan_rl.hosts.host import Host
 from torchtitan_rl.observability.run_folder import RunFolder
 from torchtitan_rl.observability.timeline import Timeline
-from torchtitan_rl.platform import device_type
+from torchtitan_rl.platform import DeviceType, device_type
+from torchtitan_rl.run.placements import place_actors
 from torchtitan_rl.run.starting_model import model_folder
 from torchtitan_rl.supervision.environments import Environments
 from torchtitan_rl.supervision.generators import Generators
 from torchtitan_rl.supervision.graders import Graders
-from torchtitan_rl.supervision.placement import Placement
 from torchtitan_rl.supervision.references import References
 from torchtitan_rl.supervision.spawn import (
     Spawned,
@@ -24,31 +26,6 @@ from torchtitan_rl.supervision.spawn import (
     spawn_trainer,
 )
 from torchtitan_rl.weight_sync.transport import Ends
-
-
-@dataclass(frozen=True, slots=True)
-class Placements:
-    """Where the processes of every actor that computes run; the others need no GPU."""
-
-    trainer: Placement
-    generators: list[Placement]
-    reference: Placement
-
-
-def place_actors(config: RunConfig) -> Placements:
-    """Give each actor GPUs of its own, in the order trainer, generators, reference; or the same to
-    all, if they are colocated."""
-    trainer, generators, reference = config.gpus
-    degree = config.generator.tensor_parallel_degree
-    return Placements(
-        Placement(config.trainer.parallelism.world_size, trainer),
-        # One process each: vLLM starts its own for the ranks of a tensor-parallel model.
-        [
-            Placement(gpus=generators[first : first + degree])
-            for first in range(0, degree * config.generator.replicas, degree)
-        ],
-        Placement(config.trainer.reference.parallelism.world_size, reference),
-    )
 
 
 class ActorSet:
@@ -72,27 +49,40 @@ class ActorSet:
         folder: RunFolder,
         *,
         interactive: bool,
+        cluster: Cluster,
         timeline: Timeline | None = None,
     ) -> None:
-        self._config, self._folder = config, folder
-        self._model = str(model_folder(config))
-        self._placements = place_actors(config)
+        self._config, self._folder, self._cluster = config, folder, cluster
+        self._model = model_folder(config)
+        self._placements = place_actors(config, cluster)
         self._trainer: Spawned | None = None
         deadline = config.supervision.deadline_seconds
         self.generators = Generators(
             self._spawn_generator,
             config.generator.replicas,
             deadline_seconds=deadline,
+            ready=lambda number: _ready(self._placements.generators[number].hosts),
             timeline=timeline,
         )
-        self.graders = Graders(self._spawn_grader, deadline_seconds=deadline, timeline=timeline)
+        self.graders = Graders(
+            self._spawn_grader,
+            deadline_seconds=deadline,
+            ready=lambda _: _ready(self._placements.grader.hosts),
+            timeline=timeline,
+        )
         if interactive and not config.rollout.train_from:
             self.environments = Environments(
-                self._spawn_environment, deadline_seconds=deadline, timeline=timeline
+                self._spawn_environment,
+                deadline_seconds=deadline,
+                ready=lambda _: _ready(self._placements.environment.hosts),
+                timeline=timeline,
             )
         if config.has_reference:
             self.references = References(
-                self._spawn_reference, deadline_seconds=deadline, timeline=timeline
+                self._spawn_reference,
+                deadline_seconds=deadline,
+                ready=lambda _: _ready(self._placements.reference.hosts),
+                timeline=timeline,
             )
 
     async def start(self, *, training: bool = True) -> None:
@@ -110,6 +100,25 @@ class ActorSet:
             starting.append(self.references.start())
         await together(*starting)
 
+    async def check_files(self, *, training: bool = True) -> None:
+        """Refuse hosts that lack files which their actors need: before anybody waits for them."""
+        computing = [*self._placements.trainer.hosts] if training else []
+        if training:
+            await self._cluster.check_shared(self._folder.path, computing, "the run's folder")
+        if self.references and training:
+            await self._check_model(self._placements.reference.hosts, "reference")
+        if training:
+            await self._check_model(computing, "trainer")
+
+    async def _check_model(self, hosts: Sequence[Host], who: str) -> None:
+        await self._cluster.check_model(hosts, self._model, who)
+
+    @property
+    def device(self) -> DeviceType:
+        """The device that the actors compute on."""
+        compute = self._placements.trainer.hosts[0].compute
+        return compute.device if compute else device_type()
+
     @property
     def trainer(self) -> Spawned:
         """The trainer's mesh, once it has started."""
@@ -120,13 +129,13 @@ class ActorSet:
     def ends(self) -> Ends:
         """Between what weights travel."""
         placed, config = self._placements, self._config
-        generating = {gpu for each in placed.generators for gpu in each.gpus or ()}
+        generating = {gpu for each in placed.generators for gpu in each.gpus[0] or ()}
         return Ends(
-            hosts=frozenset({self.trainer.host, *self.generators.pool.hosts}),
-            device=device_type(),
+            hosts=self.trainer.machines | self.generators.pool.machines,
+            device=self.device,
             trainer_ranks=placed.trainer.processes,
             tensor_parallel=config.generator.tensor_parallel_degree,
-            shared_gpus=len(generating & set(placed.trainer.gpus or ())),
+            shared_gpus=len(generating & set(placed.trainer.gpus[0] or ())),
         )
 
     def take_deaths(self) -> dict[str, float]:
@@ -162,7 +171,7 @@ class ActorSet:
         config = self._config
         self._trainer = await spawn_trainer(
             config.trainer,
-            model=self._model,
+            model=str(self._model),
             steps=config.steps,
             checkpoint_folder=str(self._folder.checkpoints),
             tokens_folder=str(self._folder.tokens),
@@ -176,32 +185,46 @@ class ActorSet:
         )
 
     async def _spawn_generator(self, number: int) -> Spawned:
-        config = self._config
+        config, placement = self._config, self._placements.generators[number]
         return await spawn_generator(
             config.generator,
-            model=self._model,
+            model=await self._cluster.model_on(placement.hosts[0], self._model),
             seed=config.seed,
-            placement=self._placements.generators[number],
+            placement=placement,
             log_file=self._folder.log_file(f"generator-{number}" if number else "generator"),
         )
 
     async def _spawn_grader(self, _number: int) -> Spawned:
         config, log_file = self._config, self._folder.log_file("grader")
         return await spawn_grader(
-            config.rollout.grader, config.task, seed=config.seed, log_file=log_file
+            config.rollout.grader,
+            config.task,
+            seed=config.seed,
+            placement=self._placements.grader,
+            log_file=log_file,
         )
 
     async def _spawn_environment(self, _number: int) -> Spawned:
         config, log_file = self._config, self._folder.log_file("environment")
         return await spawn_environment(
-            config.rollout.environment, config.task, seed=config.seed, log_file=log_file
+            config.rollout.environment,
+            config.task,
+            seed=config.seed,
+            placement=self._placements.environment,
+            log_file=log_file,
         )
 
     async def _spawn_reference(self, _number: int) -> Spawned:
         config = self._config
         return await spawn_reference(
             config.trainer.reference,
-            model=self._model,
+            model=str(self._model),
             placement=self._placements.reference,
             log_file=self._folder.log_file("reference"),
         )
+
+
+async def _ready(hosts: Sequence[Host]) -> None:
+    """Return when all of these hosts are there."""
+    for host in hosts:
+        await host.ready()

@@ -8,6 +8,7 @@ from torchtitan_rl.actors.backends import check_backends
 from torchtitan_rl.algorithms.advantage import check_advantage
 from torchtitan_rl.algorithms.objective import check_loss, episode_needs
 from torchtitan_rl.config import RunConfig
+from torchtitan_rl.hosts.launchers.launcher import chosen_launcher
 from torchtitan_rl.models.hf import check_experts, check_parallelism, read_hf_config
 from torchtitan_rl.platform import check_compiler, check_gpus
 from torchtitan_rl.platform.doctor import diagnose
@@ -24,7 +25,10 @@ def check_code(config: RunConfig) -> None:
 
 
 def check_machine(config: RunConfig) -> None:
-    """Refuse settings that this machine, its devices or its file system, cannot serve."""
+    """Refuse settings that this machine, its devices or its file system, cannot serve. Other hosts
+    are asked when they are connected."""
+    if chosen_launcher(config.cluster) != "here":
+        return
     check_gpus(config.gpus_needed, can_share=config.could_share_gpus)
     if config.trainer.compile:
         check_compiler()
@@ -34,6 +38,8 @@ def check_machine(config: RunConfig) -> None:
 def check_installation(config: RunConfig) -> list[str]:
     """Refuse a machine or an installation for GPUs on which a run would fail; returns what else is
     worth a word. `torchtitan-rl doctor` has all of it."""
+    if chosen_launcher(config.cluster) != "here":
+        return []
     machine = examine(filter(None, (config.output_dir, config.trainer.weight_sync.folder)))
     if machine.torch_cuda is None:
         return []

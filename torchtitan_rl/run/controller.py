@@ -29,12 +29,14 @@ from torchtitan_rl.algorithms.objective import episode_needs
 from torchtitan_rl.batching.grid import Grid, grid_metrics, make_grid, split_groups, weighed_grid
 from torchtitan_rl.batching.overlong import limit_length
 from torchtitan_rl.batching.validation import require, validate
+from torchtitan_rl.config.cluster import ClusterConfig
 from torchtitan_rl.config.resume import fixed_settings, free_settings
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.core.errors import noting
 from torchtitan_rl.core.metrics import flatten, merge_metrics
 from torchtitan_rl.core.types import Episode
 from torchtitan_rl.core.waiting import Clock, Interrupted, interruptible
+from torchtitan_rl.hosts.cluster import Cluster
 from torchtitan_rl.models.hf import experts_of
 from torchtitan_rl.observability.console import (
     StepProgress,
@@ -90,8 +92,11 @@ class Controller:
 
     Config: TypeAlias = RunConfig
 
-    def __init__(self, config: RunConfig, *, lock: RunLock | None = None) -> None:
-        """`lock` is the run folder's, if the caller has acquired it already."""
+    def __init__(
+        self, config: RunConfig, *, lock: RunLock | None = None, cluster: Cluster | None = None
+    ) -> None:
+        """`lock` is the run folder's, if the caller has acquired it already. `cluster` has the
+        hosts of the run, connected; without one, it is on this host."""
         check_code(config)
         if not config.run_name:
             raise ValueError("run_name is empty: name the folder of the run under output_dir")
@@ -132,8 +137,13 @@ class Controller:
         self.heldout = self.groups.heldout(self.task, config.evaluation.prompts)
         self.replay = open_replay(config, self.tasks, hf_config)
         self.timeline = Timeline(self.folder.timeline if config.log.timeline else None)
+        self.cluster = cluster or Cluster(ClusterConfig(), run=config.run_name)
         self.actors = ActorSet(
-            config, self.folder, interactive=bool(self.interactive), timeline=self.timeline
+            config,
+            self.folder,
+            interactive=bool(self.interactive),
+            cluster=self.cluster,
+            timeline=self.timeline,
         )
         probe = self.heldout[0].shown.token_ids
         self.turns = Turns(self.actors, self.call, colocated=config.colocated)
@@ -435,7 +445,8 @@ class Controller:
         self.lock.acquire()
         try:
             self.write_config()
-            start_monarch(self.folder.log_file("monarch"))
+            start_monarch(self.folder.log_file("monarch"), self.cluster.hosts)
+            await self.actors.check_files()
             with busy("starting the actors"):
                 starting = self.call("actors", "start", self.actors.start())
                 await interruptible(self.interrupted, starting)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from monarch.actor import ActorError
 
@@ -17,6 +18,8 @@ from torchtitan_rl.config import RunConfig
 from torchtitan_rl.config.models import SMOLLM2_FOLDER
 from torchtitan_rl.config.resume import fixed_settings, free_settings
 from torchtitan_rl.core.waiting import Interrupted
+from torchtitan_rl.hosts.cluster import Cluster
+from torchtitan_rl.hosts.link import HostLostError
 from torchtitan_rl.models.makers import smollm2
 from torchtitan_rl.models.makers.tiny import write_tiny_model
 from torchtitan_rl.observability.console import console, error_console, print_error, print_summary
@@ -29,8 +32,11 @@ from torchtitan_rl.run.fork import resolve_fork
 from torchtitan_rl.run.grace import grace_seconds
 from torchtitan_rl.run.starting_model import model_folder
 from torchtitan_rl.run.warm_start import check_demonstrations, ensure_starting_model
+from torchtitan_rl.supervision.calls import HostGoneError
 from torchtitan_rl.supervision.spawn import adopt_orphans, end_all_processes
 from torchtitan_rl.tasks.trial import build_task, try_rewards
+
+Cause = TypeVar("Cause", bound=BaseException)
 
 
 def launch(config: RunConfig, *, dry: bool = False) -> int:
@@ -204,12 +210,36 @@ def finished(config: RunConfig) -> bool:
 
 
 async def train(config: RunConfig, lock: RunLock) -> None:
-    """Make the starting model if there is none yet, and train."""
-    await ensure_starting_model(config, stop_signals)
-    controller = Controller(config, lock=lock)
-    with stop_signals(controller):
-        async with controller:
-            await controller.run()
+    """Connect the hosts of the run, make the starting model if there is none yet, and train."""
+    async with Cluster(config.cluster, run=config.run_name) as cluster:
+        await ensure_starting_model(config, stop_signals, cluster)
+        await train_on(cluster, config, lock)
+
+
+async def train_on(cluster: Cluster, config: RunConfig, lock: RunLock) -> None:
+    """Train on these hosts. If hosts of the trainer are lost, wait for them, and go on from the
+    last checkpoint."""
+    while True:
+        controller = Controller(config, lock=lock, cluster=cluster)
+        try:
+            with stop_signals(controller):
+                async with controller:
+                    await controller.run()
+            return
+        except Exception as error:
+            lost = find_cause(error, HostGoneError) or find_cause(error, HostLostError)
+            if lost is None or controller.interrupted.is_set():
+                raise
+            console.print(f"{lost}; waiting for hosts", markup=False)
+        await cluster.wait_for_all()
+        config = replace(config, resume=(run_path(config) / "config.json").exists())
+
+
+def find_cause(error: BaseException | None, kind: type[Cause]) -> Cause | None:
+    """The first error of a kind among those that led to an error, and itself."""
+    while error is not None and not isinstance(error, kind):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 @contextmanager

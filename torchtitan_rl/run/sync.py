@@ -104,7 +104,7 @@ class WeightSync:
                 self._config.trainer.weight_sync, self._actors.ends
             )
             console.print(why, markup=False)
-        dtype = resolve_dtype(self._config.generator.engine.dtype)
+        dtype = resolve_dtype(self._config.generator.engine.dtype, self._actors.device)
         how = {"transport": self._transport, "dtype": getattr(torch, dtype)}
         ranks = await self._call_trainer(
             "publish weights", lambda trainer: trainer.publish_weights.call(**how)

@@ -38,6 +38,7 @@ from torchtitan_rl.tasks import checked
 from torchtitan_rl.tasks.task import Task
 
 if TYPE_CHECKING:
+    from torchtitan_rl.hosts.cluster import Cluster
     from torchtitan_rl.run.controller import Controller
 
 StopSignals = Callable[["Controller"], AbstractContextManager[None]]
@@ -48,7 +49,9 @@ LEAST_ACCURACY = 0.1
 """Below this many groups have no sample to reward."""
 
 
-async def ensure_starting_model(config: RunConfig, stop_signals: StopSignals) -> None:
+async def ensure_starting_model(
+    config: RunConfig, stop_signals: StopSignals, cluster: "Cluster | None" = None
+) -> None:
     """Make the run's starting model if it has a warm start and the folder is not there yet."""
     if config.warm_start is None or config.model or model_folder(config).exists():
         return
@@ -61,7 +64,7 @@ async def ensure_starting_model(config: RunConfig, stop_signals: StopSignals) ->
         if config.trainer.backend == "simulated":  # it learns nothing by imitation
             (work / "random").rename(folder)
             return
-        controller = Controller(supervised(config, work))
+        controller = Controller(supervised(config, work), cluster=cluster)
         controller.tool_guard.warns_of_model = False  # it is only learning to call tools
         with stop_signals(controller):
             async with controller:

@@ -9,7 +9,7 @@ from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionErr
 
 from torchtitan_rl.core.errors import TorchtitanRLError
 from torchtitan_rl.core.waiting import Result, as_task, cancel
-from torchtitan_rl.supervision.exits import describe_exit
+from torchtitan_rl.hosts.exits import describe_exit
 
 
 class WorkerDiedError(TorchtitanRLError, RuntimeError):
@@ -18,6 +18,10 @@ class WorkerDiedError(TorchtitanRLError, RuntimeError):
 
 class ProcessEndedError(WorkerDiedError):
     """A process has ended; the message does not yet name the actor and the call."""
+
+
+class HostGoneError(ProcessEndedError):
+    """A host on which processes of an actor were is lost."""
 
 
 class DeadlineError(TorchtitanRLError, TimeoutError):
@@ -49,7 +53,8 @@ async def call_with_deadline(
             f"while waiting for {what}, its process {reported_end(error)}"
         ) from error
     except ProcessEndedError as error:
-        raise WorkerDiedError(f"while waiting for {what}, {error}") from error
+        kind = HostGoneError if isinstance(error, HostGoneError) else WorkerDiedError
+        raise kind(f"while waiting for {what}, {error}") from error
     finally:
         await cancel(task)
     raise DeadlineError(

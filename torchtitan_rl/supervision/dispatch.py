@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Any, Generic, TypeVar, cast
 
 from torchtitan_rl.core.waiting import together
-from torchtitan_rl.supervision.pool import ActorPool, Replica, ReplicaDiedError
+from torchtitan_rl.supervision.pool import ActorPool, Replica, ReplicaDiedError, ReplicaLostError
 
 Payload = TypeVar("Payload")
 Outcome = TypeVar("Outcome")
@@ -242,7 +242,7 @@ class Dispatcher(Generic[Payload, Outcome]):
             raise
         except ReplicaDiedError as error:
             for work in works:
-                work.deaths += 1
+                work.deaths += not isinstance(error, ReplicaLostError)
                 if work.deaths >= self.policy.attempts:
                     failure = self._deadly_error(work, error)
                     failure.__cause__ = error

@@ -16,7 +16,7 @@ from torchtitan_rl.core.errors import TorchtitanRLError
 from torchtitan_rl.core.types import Outcome
 from torchtitan_rl.observability.timeline import Timeline
 from torchtitan_rl.supervision.dispatch import RETRY_THEN_ISOLATE, Dispatcher, Work
-from torchtitan_rl.supervision.pool import ActorPool, ReplicaDiedError, Spawn
+from torchtitan_rl.supervision.pool import ActorPool, Ready, ReplicaDiedError, Spawn
 from torchtitan_rl.tasks.tools.tool import ToolFailure
 
 
@@ -54,7 +54,12 @@ class Environments:
     """
 
     def __init__(
-        self, spawn: Spawn, *, deadline_seconds: float = 1800.0, timeline: Timeline | None = None
+        self,
+        spawn: Spawn,
+        *,
+        deadline_seconds: float = 1800.0,
+        ready: Ready | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
         self.pool = ActorPool(
             "environment",
@@ -62,6 +67,7 @@ class Environments:
             deadline_seconds=deadline_seconds,
             # Each of a group's samples may make the same deadly call, and each is met alone.
             most_deaths_in_a_row=MOST_DEATHS_IN_A_ROW,
+            ready=ready,
             timeline=timeline,
         )
         self._dispatcher = Dispatcher(

@@ -23,6 +23,7 @@ from torchtitan_rl.supervision.dispatch import RETRY_ELSEWHERE, Dispatcher, Rout
 from torchtitan_rl.supervision.pool import (
     ActorPool,
     CallJoining,
+    Ready,
     Replica,
     ReplicaDiedError,
     Spawn,
@@ -66,6 +67,7 @@ class Generators:
         *,
         deadline_seconds: float = 1800.0,
         most_deaths_in_a_row: int = 5,
+        ready: Ready | None = None,
         timeline: Timeline | None = None,
     ) -> None:
         self.pool = ActorPool(
@@ -76,6 +78,7 @@ class Generators:
             most_deaths_in_a_row=most_deaths_in_a_row,
             numbered=True,
             on_join=self._bring_weights,
+            ready=ready,
             timeline=timeline,
         )
         # Sticky, because a replica has cached the prefixes of the groups it has had.

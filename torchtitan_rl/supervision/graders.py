@@ -11,7 +11,13 @@ from torchtitan_rl.actors.interfaces import GroupRewards, RewardError, UngradedG
 from torchtitan_rl.observability.timeline import Timeline
 from torchtitan_rl.supervision.calls import DeadlineError
 from torchtitan_rl.supervision.dispatch import ISOLATE, Dispatcher, Work
-from torchtitan_rl.supervision.pool import ActorPool, ActorsDiedError, ReplicaDiedError, Spawn
+from torchtitan_rl.supervision.pool import (
+    ActorPool,
+    ActorsDiedError,
+    Ready,
+    ReplicaDiedError,
+    Spawn,
+)
 
 EXIT_REPORT_SECONDS = 3.0
 """How long Monarch gets to report how a grader's process ended."""
@@ -34,6 +40,7 @@ class Graders:
         deadline_seconds: float = 1800.0,
         most_deadly_in_a_row: int = 5,
         exit_report_seconds: float = EXIT_REPORT_SECONDS,
+        ready: Ready | None = None,
         timeline: Timeline | None = None,
     ) -> None:
         self.pool = ActorPool(
@@ -43,6 +50,7 @@ class Graders:
             # A group that kills is met twice: beside others, and alone.
             most_deaths_in_a_row=2 * (most_deadly_in_a_row + 1),
             exit_report_seconds=exit_report_seconds,
+            ready=ready,
             timeline=timeline,
         )
         self._dispatcher = Dispatcher[UngradedGroup, GroupRewards](

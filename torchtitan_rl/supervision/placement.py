@@ -3,14 +3,26 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torchtitan_rl.hosts.host import THIS_HOST, Host
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """How many processes an actor has, and which GPUs they see.
-
-    Every process is on this host as yet; a host would be one more field.
-    """
+    """Hosts, processes and GPUs of an actor: an equal share of the processes on each host."""
 
     processes: int = 1
-    gpus: Sequence[int] | None = None
-    """Numbers of the GPUs that the processes may use; None: all there are."""
+    """Processes on all hosts together."""
+    gpus: Sequence[Sequence[int] | None] = (None,)
+    """For each host, the numbers of the GPUs that the processes may use; None: all there are."""
+    hosts: Sequence[Host] = (THIS_HOST,)
+
+    def __post_init__(self) -> None:
+        if self.processes % len(self.hosts):
+            raise ValueError(
+                f"{self.processes} processes cannot be shared equally by {len(self.hosts)} hosts"
+            )
+
+    @property
+    def per_host(self) -> int:
+        """Processes on each host."""
+        return self.processes // len(self.hosts)

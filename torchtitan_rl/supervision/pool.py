@@ -19,6 +19,7 @@ from monarch.actor import ActorError
 
 from torchtitan_rl.core.errors import ActorBrokenError, TorchtitanRLError, describe_error
 from torchtitan_rl.core.waiting import Result, together
+from torchtitan_rl.hosts.link import HostLostError
 from torchtitan_rl.observability.console import console
 from torchtitan_rl.observability.timeline import Timeline
 from torchtitan_rl.supervision.calls import DeadlineError, WorkerDiedError, call_with_deadline
@@ -39,6 +40,10 @@ class ReplicaDiedError(TorchtitanRLError, RuntimeError):
     """An actor died, hung or broke over a call; its successor is on its way."""
 
 
+class ReplicaLostError(ReplicaDiedError):
+    """An actor was lost with its host, for which what was asked of it cannot be to blame."""
+
+
 class Supervised(Protocol):
     """What a pool needs to know about an actor and its processes; see `spawn.Spawned`."""
 
@@ -48,13 +53,18 @@ class Supervised(Protocol):
     def alive(self) -> bool: ...
 
     @property
-    def host(self) -> str: ...
+    def machines(self) -> frozenset[str]: ...
+
+    @property
+    def lost_host(self) -> str: ...
 
     async def stop(self) -> None: ...
 
 
 Spawn = Callable[[int], Awaitable[Any]]
 """Starts the actor of the replica with this number; returns a `Supervised`."""
+Ready = Callable[[int], Awaitable[None]]
+"""Returns when the hosts of the replica with this number are there."""
 CallJoining = Callable[[str, Callable[[Any], Awaitable[Any]]], Awaitable[Any]]
 """Calls an actor that has not joined yet: what for, and the call, given the actor."""
 OnJoin = Callable[[CallJoining], Awaitable[None]]
@@ -87,8 +97,8 @@ class Replica:
     """When the last start of an actor began, by the loop's clock."""
     lost: BaseException | None = None
     """Why the actor could not be replaced. Tried again when another replica dies."""
-    held: bool = False
-    """Whether the next actor may not be started yet."""
+    held: str = ""
+    """Why the next actor may not be started yet; empty: it may."""
 
     @property
     def moves(self) -> bool:
@@ -107,7 +117,7 @@ class Replica:
         if self.lost is not None:
             return f"{self.name}: lost: {describe_error(self.lost)}"
         if self.held:
-            return f"{self.name}: to be replaced, but not yet"
+            return f"{self.name}: to be replaced when {self.held}"
         return f"{self.name}: being replaced for {now - self.since:.0f} s"
 
 
@@ -146,6 +156,7 @@ class ActorPool:
         most_deaths_in_a_row: int = 5,
         exit_report_seconds: float = 0.0,
         numbered: bool = False,
+        ready: Ready | None = None,
         on_join: OnJoin | None = None,
         timeline: Timeline | None = None,
     ) -> None:
@@ -156,7 +167,7 @@ class ActorPool:
         else:
             self.replicas = [Replica(0, kind, f"the {kind}")]
         self.deaths = Deaths()
-        self._spawn, self._on_join = spawn, on_join
+        self._spawn, self._ready, self._on_join = spawn, ready, on_join
         self._deadline = deadline_seconds
         self._most_deaths = most_deaths_in_a_row
         self._exit_report_seconds = exit_report_seconds
@@ -210,9 +221,9 @@ class ActorPool:
         return died
 
     @property
-    def hosts(self) -> set[str]:
-        """The machines that the replicas are on."""
-        return {replica.spawned.host for replica in self.alive}
+    def machines(self) -> set[str]:
+        """The machines that the replicas are on; processes of one machine share memory."""
+        return {machine for replica in self.alive for machine in replica.spawned.machines}
 
     @property
     def alive(self) -> list[Replica]:
@@ -272,6 +283,8 @@ class ActorPool:
             if not is_death(error):
                 raise
             self._discard(replica, spawned, error)
+            if lost := spawned.lost_host:
+                raise ReplicaLostError(f"{replica.name} was lost with {lost}") from error
             raise ReplicaDiedError(f"{replica.name}: {describe_error(error)}") from error
 
     def in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -304,12 +317,7 @@ class ActorPool:
 
     async def _start(self, replica: Replica) -> None:
         """Spawn an actor for the replica; it gets calls when `on_join` is done with it."""
-        if self._starts_held:
-            replica.held = True
-            self._notify()
-            while self._starts_held:
-                await self._changed.wait()
-            replica.held = False
+        await self._wait_to_start(replica)
         spawned = await self._wait(replica, "start", self._spawned(replica))
         if self._on_join is not None:
             await self._on_join(partial(self._call_joining, replica, spawned))
@@ -318,6 +326,19 @@ class ActorPool:
         if not self._stopping:
             replica.spawned = spawned
             self._notify()
+
+    async def _wait_to_start(self, replica: Replica) -> None:
+        """Return when the replica's hosts are there and successors may be started."""
+        if self._ready is not None:
+            replica.held = "its host is back"
+            self._notify()
+            await self._ready(replica.number)
+        if self._starts_held:
+            replica.held = "starts are allowed again"
+            self._notify()
+            while self._starts_held:
+                await self._changed.wait()
+        replica.held = ""
 
     async def _call_joining(
         self, replica: Replica, spawned: Any, what: str, call: Callable[[Any], Awaitable[Any]]
@@ -363,7 +384,7 @@ class ActorPool:
         replica.spawned = None
         replica.end_calls()
         self.deaths.total += 1
-        self.deaths.in_a_row += 1
+        self.deaths.in_a_row += not spawned.lost_host  # a host takes many along at once
         self.deaths.since_step += 1
         if self.deaths.in_a_row > self._most_deaths:
             self.in_background(self._retire(replica, error))
@@ -372,17 +393,21 @@ class ActorPool:
             again.lost, again.since = None, asyncio.get_running_loop().time()
             task = self.in_background(self._replace(again))
             task.add_done_callback(partial(self._replaced, again))
-        self._print(f"{replica.label} died; replacing it", once=False)
+        what = f"was lost with {spawned.lost_host}" if spawned.lost_host else "died"
+        self._print(f"{replica.label} {what}; replacing it", once=False)
 
     async def _replace(self, replica: Replica) -> None:
         await self._end(replica)  # whatever is left of the dead one
-        for left in reversed(range(START_ATTEMPTS)):
+        failed = 0
+        while True:
             try:
                 await self._start(replica)
                 return
-            except Exception:
+            except Exception as error:
                 await self._end(replica)
-                if not left:
+                # A host that was lost meanwhile is waited for, however often.
+                failed += not isinstance(error, HostLostError)
+                if failed == START_ATTEMPTS:
                     raise
 
     async def _retire(self, replica: Replica, error: BaseException) -> None:

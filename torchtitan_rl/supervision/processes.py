@@ -5,16 +5,16 @@ One mesh of processes per actor, so that a death takes nobody else along.
 
 import asyncio
 import contextlib
-import ctypes
 import functools
+import ipaddress
 import os
 import signal
 import socket
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
@@ -22,20 +22,30 @@ from typing import Any
 import monarch.actor
 import psutil
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
-from monarch.actor import Actor, default_bootstrap_cmd, shutdown_context, this_host
+from monarch.actor import (
+    Actor,
+    attach_to_workers,
+    default_bootstrap_cmd,
+    enable_transport,
+    shutdown_context,
+    this_host,
+)
 from monarch.spmd import setup_torch_elastic_env_async
 
-from torchtitan_rl.core.waiting import Result, as_task, cancel
+from torchtitan_rl.core.waiting import Result, as_task, cancel, together
+from torchtitan_rl.hosts.families import REAP_SECONDS, STOP_SECONDS, kill
+from torchtitan_rl.hosts.host import Host, HostProcesses, Opened, RemoteHost, check_reachable
+from torchtitan_rl.hosts.messages import HostError
 from torchtitan_rl.observability.console import console
-from torchtitan_rl.platform.janitor import JANITOR, Janitor
+from torchtitan_rl.platform.janitor import Janitor
 from torchtitan_rl.platform.titles import TITLE_VARIABLE, make_title
 from torchtitan_rl.platform.worker_main import LOG_VARIABLE, PARENT_VARIABLE
-from torchtitan_rl.supervision.calls import ProcessEndedError, reported_end
-from torchtitan_rl.supervision.exits import Exit
+from torchtitan_rl.supervision.calls import HostGoneError, ProcessEndedError, reported_end
+from torchtitan_rl.supervision.placement import Placement
 from torchtitan_rl.supervision.process_info import ProcessInfo
 
-STOP_SECONDS = 0.5
-"""How long processes get to end by themselves."""
+HostEnvironment = Callable[[int], dict[str, str]]
+"""Makes the environment of processes for the host of a number."""
 START_SECONDS_VARIABLE = "HYPERACTOR_MESH_PROC_SPAWN_MAX_IDLE"
 """How long Monarch waits for a new process to call back; see platform/third_party.py."""
 WATCH_SECONDS = 0.5
@@ -44,11 +54,6 @@ LAST_REPLY_SECONDS = 1.0
 """How long the reply of a process that has ended may still be under way."""
 REPORT_SECONDS = 12.0
 """How long Monarch may take to report how a process ended; waited for if nothing else tells it."""
-REAP_SECONDS = 2.0
-"""How long a killed process may take to give its memory back."""
-CLEANERS = (JANITOR, "multiprocessing.resource_tracker")
-"""Parts of the command lines of processes that are never killed: they remove what others have left
-in /dev/shm or on disk when those are gone, and end by themselves."""
 
 
 @dataclass(slots=True)
@@ -58,22 +63,36 @@ class Spawned:
     actor: Any
     """Monarch's handle: `await spawned.actor.<endpoint>.call_one(...)`."""
     procs: Any
-    processes: list[psutil.Process]
-    host: str = ""
-    """The machine that the processes are on."""
-    temporary: Janitor | None = None
-    """Remover of the processes' temporary files, if these have a folder of their own."""
-    log_file: str = ""
-    """The file that the processes print to."""
+    parts: Sequence[HostProcesses]
+    """The processes, host by host."""
+    per_host: int = 1
+    """How many processes there are on each."""
+    machines: frozenset[str] = frozenset()
+    """The machines that they are on; processes of one machine share memory."""
+    log_files: tuple[str, ...] = ("",)
+    """The files that the processes print to, host by host."""
     name: str = "worker"
     """Name within a sentence: `trainer`, `generator 1`."""
-    exits: list[Exit] = field(default_factory=list)
-    """How each of the processes ended."""
+
+    @property
+    def log_file(self) -> str:
+        """The file that the processes of the first host print to."""
+        return self.log_files[0]
+
+    @property
+    def processes(self) -> list[psutil.Process]:
+        """The processes that are on this machine."""
+        return [process for part in self.parts for process in part.processes]
 
     @property
     def alive(self) -> bool:
         """Whether none of the processes has ended."""
-        return not any(map(has_ended, self.processes))
+        return all(part.alive for part in self.parts)
+
+    @property
+    def lost_host(self) -> str:
+        """Which host of the processes is lost, and why; empty: none is."""
+        return next((part.lost for part in self.parts if part.lost), "")
 
     async def watched(self, reply: Awaitable[Result]) -> Result:
         """The actor's reply to a call; ProcessEndedError soon after one of its processes has ended.
@@ -83,7 +102,7 @@ class Spawned:
             while not (await asyncio.wait({task}, timeout=WATCH_SECONDS))[0]:
                 if not self.alive:
                     await asyncio.wait({task}, timeout=LAST_REPLY_SECONDS)
-                    if not any(exit.how for exit in self.exits):
+                    if not self.lost_host and not any(part.ends for part in self.parts):
                         await asyncio.wait({task}, timeout=REPORT_SECONDS)
                     break
             if task.done():
@@ -91,21 +110,30 @@ class Spawned:
         except SupervisionError as error:
             if self.alive:
                 raise
-            await asyncio.sleep(WATCH_SECONDS)  # until the threads of `exits` have seen it, too
-            raise ProcessEndedError(self.describe_end(reported_end(error))) from error
+            await asyncio.sleep(WATCH_SECONDS)  # until it was also seen how they have ended
+            raise self._ended(reported_end(error)) from error
         finally:
             await cancel(task)
-        raise ProcessEndedError(self.describe_end("has ended"))
+        raise self._ended("has ended")
+
+    def _ended(self, reported: str) -> ProcessEndedError:
+        if self.lost_host:
+            return HostGoneError(f"the {self.name} has lost {self.lost_host}")
+        return ProcessEndedError(self.describe_end(reported))
 
     def describe_end(self, reported: str) -> str:
-        """Which process has ended and how, and where its log is. `reported` is what is said if this
-        process itself has not seen how."""
-        found = [(rank, exit.how) for rank, exit in enumerate(self.exits) if exit.how]
-        rank, how = found[0] if found else (0, reported)
-        which = f" of rank {rank}" if len(self.processes) > 1 and found else ""
+        """Which process has ended and how, and where its log is. `reported` is what is said if
+        nobody has seen how."""
+        found = [
+            (i, number, how) for i, p in enumerate(self.parts) for number, how in p.ends.items()
+        ]
+        part, number, how = found[0] if found else (0, 0, reported)
+        several = len(self.parts) * self.per_host > 1
+        which = f" of rank {part * self.per_host + number}" if several and found else ""
         killed = "SIGKILL" in how
         why = " If nobody killed it, the machine has run out of memory." if killed else ""
-        return f"the {self.name}'s process{which} {how}. Its log: {self.log_file}.{why}"
+        log = self.log_files[part]
+        return f"the {self.name}'s process{which} {how}. Its log: {log}.{why}"
 
     async def stop(self) -> None:
         """End the processes and whatever they have started, also when they hang or have ended.
@@ -113,112 +141,106 @@ class Spawned:
         What must be kept was written by an endpoint that has returned, so nothing is lost by not
         waiting for Python and vLLM to take themselves apart, which takes seconds.
         """
-        family = {*self.processes, *started_by(self.processes)}
+        members = [part.members() for part in self.parts]
         # Monarch first: it must know that what follows is no accident.
         stopping = self.procs.stop("the run ended")
         try:
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(stopping, STOP_SECONDS)
         finally:  # also when whoever stops it is cancelled
-            family |= started_by(self.processes)  # a process may have started more meanwhile
-            cleaners = _kill(family)
-        await asyncio.to_thread(psutil.wait_procs, family - cleaners, timeout=STOP_SECONDS)
-        await asyncio.to_thread(psutil.wait_procs, cleaners, timeout=REAP_SECONDS)
-        if self.temporary:
-            self.temporary.close()
-
-
-def has_ended(process: psutil.Process) -> bool:
-    """Whether a process has ended. The kernel tells a parent in a microsecond; to read /proc takes
-    ten times as long, or more, and a thousand generators are looked at twice a second."""
-    try:
-        options = os.WEXITED | os.WNOHANG | os.WNOWAIT  # it is left to be collected
-        return os.waitid(os.P_PID, process.pid, options) is not None
-    except ChildProcessError:  # collected already, or no child of this process
-        pass
-    try:
-        return process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
-def started_by(workers: Iterable[psutil.Process]) -> set[psutil.Process]:
-    """Every process that these workers have started, also if they are gone.
-
-    A process that was killed has no children that could be listed, and vLLM's workers, for
-    instance, take seconds to notice that they are orphans; but they are still in its group.
-    """
-    found: set[psutil.Process] = set()
-    groups = {worker.pid for worker in workers}
-    for worker in workers:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            found.update(worker.children(recursive=True))
-    for process in psutil.process_iter():
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            if os.getpgid(process.pid) in groups and process.pid not in groups:
-                found.add(process)
-    return found
-
-
-def _kill(processes: Iterable[psutil.Process]) -> set[psutil.Process]:
-    """Kill all but the cleaners, which are returned."""
-    cleaners = set()
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            command = " ".join(process.cmdline())
-            if any(cleaner in command for cleaner in CLEANERS):
-                cleaners.add(process)
-            else:
-                process.kill()
-    return cleaners
+            for part, seen in zip(self.parts, members, strict=True):
+                kill(part.members() | seen)
+        await together(*(part.end(seen) for part, seen in zip(self.parts, members, strict=True)))
 
 
 async def spawn(
     actor_class: type[Actor],
     *args: Any,
-    env: dict[str, str],
-    processes: int = 1,
+    env: dict[str, str] | HostEnvironment,
+    placement: Placement | None = None,
     distributed: bool = False,
     own_temporary_folder: bool = False,
     log_file: str | None = None,
     **kwargs: Any,
 ) -> Spawned:
-    """Start `processes` new processes on this host, each with one `actor_class(*args, **kwargs)`.
+    """Start new processes, where `placement` says, each with one `actor_class(*args, **kwargs)`.
 
-    With `distributed`, they also get the environment that `init_process_group` reads. With
-    `own_temporary_folder`, their temporary files are removed when they have ended, however they
-    end. What they print goes to `log_file`, which is named after the actor and lies in the `logs`
-    of a run's folder; without one, to a temporary file, `Spawned.log_file`, that is there until
-    this process ends.
+    `env` is their environment, or makes it for the host of a number. With `distributed`, they also
+    get the environment that `init_process_group` reads. With `own_temporary_folder`, their
+    temporary files are removed when they have ended, however they end. What they print goes to
+    `log_file`, which is named after the actor and lies in the `logs` of a run's folder; without
+    one, to a temporary file, `Spawned.log_file`, that is there until this process ends. Another
+    host without that folder has a file of its own.
     """
     outlive_workers()
+    placement = placement or Placement()
+    hosts = placement.hosts
     name = actor_class.__name__.lower()
     who = Path(log_file).stem.replace("-", " ") if log_file else name
-    log_file = log_file or _temporary_log(name)
-    start_monarch(log_file)
-    title = make_title(who, Path(log_file).absolute().parent.parent.name)
-    env = {**env, "PYTHONPATH": _python_path(), LOG_VARIABLE: log_file, TITLE_VARIABLE: title}
-    env["VLLM_PROCESS_NAME_PREFIX"] = title
-    env[PARENT_VARIABLE] = str(os.getpid())
-    temporary = None  # if this fails, the folder is removed with the object
-    if own_temporary_folder:
-        env["TMPDIR"] = tempfile.mkdtemp(prefix="torchtitan_rl-")
-        temporary = Janitor(Path(env["TMPDIR"]))
-    command = default_bootstrap_cmd().with_env(env)
-    command.args = ["-m", "torchtitan_rl.platform.worker_main"]
-    procs = await _start_processes(name, processes, command)
+    log_file = os.path.abspath(log_file or _temporary_log(name))
+    start_monarch(log_file, hosts)
+    opened = await together(
+        *(host.open(name, log_file, temporary=own_temporary_folder) for host in hosts)
+    )
+    title = make_title(who, Path(log_file).parent.parent.name)
+    commands = [
+        _command(host, files, env(number) if callable(env) else env, title)
+        for number, (host, files) in enumerate(zip(hosts, opened, strict=True))
+    ]
+    procs = await _start_processes(name, hosts, placement.per_host, commands)
     try:
         if distributed:
-            await setup_torch_elastic_env_async(procs, "127.0.0.1", _free_port())
+            await setup_torch_elastic_env_async(procs, *await _meeting_point(hosts))
         # Each process is asked for its id: meshes may start side by side, so children do not tell.
-        infos = per_rank(await procs.spawn("process_info", ProcessInfo).get.call(ranks=processes))
+        count = placement.processes
+        asking = procs.spawn("process_info", ProcessInfo).get.call(ranks=count)
+        pids = per_rank(await asyncio.wait_for(as_task(asking), start_seconds()))
+        parts = []
+        for number, (host, files) in enumerate(zip(hosts, opened, strict=True)):
+            own = pids[number * placement.per_host : (number + 1) * placement.per_host]
+            parts.append(await host.adopt(own, files))
         actor = procs.spawn(name, actor_class, *args, **kwargs)
-        pids, host = [psutil.Process(pid) for pid, _ in infos], infos[0][1]
-        exits = [Exit(pid) for pid, _ in infos]
-        return Spawned(actor, procs, pids, host, temporary, log_file, who, exits)
     except BaseException:
         await _give_up(procs)
         raise
+    return Spawned(
+        actor,
+        procs,
+        parts,
+        per_host=placement.per_host,
+        machines=frozenset(host.machine for host in hosts),
+        log_files=tuple(files.log_file for files in opened),
+        name=who,
+    )
+
+
+def _command(host: Host, files: Opened, env: dict[str, str], title: str) -> Any:
+    """How a worker process is started on a host."""
+    env = {**env, "PYTHONPATH": _python_path(), LOG_VARIABLE: files.log_file, TITLE_VARIABLE: title}
+    env["VLLM_PROCESS_NAME_PREFIX"] = title
+    if files.temporary:
+        env["TMPDIR"] = files.temporary
+    command = default_bootstrap_cmd()
+    if (facts := host.facts) is None:
+        env[PARENT_VARIABLE] = str(os.getpid())
+    else:  # its parent is Monarch's server there, which says so itself
+        command.program = facts.executable
+        if facts.interface:  # else gloo looks up the host's name, which may be another network's
+            env |= {"GLOO_SOCKET_IFNAME": facts.interface, "NCCL_SOCKET_IFNAME": facts.interface}
+    command = command.with_env(env)
+    command.args = ["-m", "torchtitan_rl.platform.worker_main"]
+    return command
+
+
+async def _meeting_point(hosts: Sequence[Host]) -> tuple[str, int]:
+    """Address and port at which the ranks of a mesh meet: they are tried before anybody waits
+    there."""
+    first = hosts[0]
+    if not isinstance(first, RemoteHost):
+        return first.address, _free_port()
+    if why := await check_reachable([host for host in hosts if isinstance(host, RemoteHost)]):
+        raise HostError(f"the ranks of an actor cannot meet: {why}")
+    return first.address, await first.free_port()
 
 
 async def _give_up(procs: Any) -> None:
@@ -226,20 +248,34 @@ async def _give_up(procs: Any) -> None:
         await asyncio.wait_for(procs.stop("spawning failed"), STOP_SECONDS)
 
 
-async def _start_processes(name: str, processes: int, command: Any) -> Any:
+def _mesh(name: str, hosts: Sequence[Host]) -> Any:
+    """Monarch's hosts. They are connected anew for each actor: a host that was lost and came back
+    has another server."""
+    servers = [host.monarch for host in hosts]
+    if not any(servers):
+        return this_host()
+    return attach_to_workers(ca="trust_all_connections", workers=servers, name=f"{name}_hosts")
+
+
+async def _start_processes(
+    name: str, hosts: Sequence[Host], per_host: int, commands: Sequence[Any]
+) -> Any:
     """Start a mesh of processes; if one does not start in time, as on a busy machine, once more."""
+    command = commands[0] if len(commands) == 1 else (lambda point: commands[point["hosts"]])
     for attempt in (1, 2):
-        procs = this_host().spawn_procs(
-            per_host={"gpus": processes}, name=name, bootstrap_command=command
+        procs = _mesh(name, hosts).spawn_procs(
+            per_host={"gpus": per_host}, name=name, bootstrap_command=command
         )
         try:
-            await procs.initialized
+            await asyncio.wait_for(as_task(procs.initialized), start_seconds())
             return procs
         except BaseException as error:
             await _give_up(procs)
-            if "Timeout" not in str(error):
+            late = isinstance(error, TimeoutError)
+            if not late and "Timeout" not in str(error):
                 raise
-            reason, cause = f"the {name}'s process did not start: {error}", error
+            said = "no answer in time" if late else str(error)
+            reason, cause = f"the {name}'s process did not start: {said}", error
         if attempt == 1:
             console.print(f"{reason}; trying once more", markup=False)
     raise TimeoutError(
@@ -247,10 +283,16 @@ async def _start_processes(name: str, processes: int, command: Any) -> Any:
     ) from cause
 
 
+def start_seconds() -> float:
+    """How long new processes may take to answer: somewhat more than Monarch itself waits."""
+    text = os.environ.get(START_SECONDS_VARIABLE, "60s")
+    return 1.5 * float(text.removesuffix("s")) if text.removesuffix("s").isdigit() else 900.0
+
+
 def end_all_processes() -> None:
     """End every process that this program has started, and Monarch: for the end of the program."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left to interrupt but this
-    cleaners = _kill(psutil.Process().children(recursive=True))
+    cleaners = kill(psutil.Process().children(recursive=True))
     psutil.wait_procs(cleaners - _own_tracker(), timeout=REAP_SECONDS)
     # Monarch would do this while the interpreter exits, and print a traceback if it is too slow.
     with contextlib.suppress(Exception):
@@ -272,12 +314,6 @@ def _reap_children() -> None:
         if time.monotonic() > deadline:
             return
         psutil.wait_procs(left, timeout=0.1)
-
-
-def adopt_orphans() -> None:
-    """Become the parent of whatever a dead worker leaves behind, so that it is ended too."""
-    set_child_subreaper = 36  # linux/prctl.h
-    ctypes.CDLL(None).prctl(set_child_subreaper, 1, 0, 0, 0)
 
 
 @functools.cache
@@ -302,12 +338,18 @@ def temporary_folder(name: str) -> str:
 _monarch_runs = False
 
 
-def start_monarch(log_file: str) -> None:
+def start_monarch(log_file: str, hosts: Sequence[Host] = ()) -> None:
     """Start Monarch's client in this process, unless it runs; what it prints while it starts goes
-    to `log_file`."""
+    to `log_file`. The actors of `hosts` can reach it."""
     global _monarch_runs
     if _monarch_runs:
         return
+    addresses = [host.controller_address for host in hosts if host.controller_address]
+    # A host on this machine may know only the loopback, by which no other reaches this process.
+    others = [address for address in addresses if not ipaddress.ip_address(address).is_loopback]
+    if addresses:
+        own = (others or addresses)[0]
+        enable_transport(f"tcp://[{own}]:0" if ":" in own else f"tcp://{own}:0")
     stderr = os.dup(2)
     with open(log_file, "a") as log:
         os.dup2(log.fileno(), 2)

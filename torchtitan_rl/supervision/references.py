@@ -10,7 +10,13 @@ import torch
 from torchtitan_rl.batching.grid import Grid
 from torchtitan_rl.observability.timeline import Timeline
 from torchtitan_rl.supervision.dispatch import RETRY, Dispatcher, Work
-from torchtitan_rl.supervision.pool import ActorPool, ActorsDiedError, ReplicaDiedError, Spawn
+from torchtitan_rl.supervision.pool import (
+    ActorPool,
+    ActorsDiedError,
+    Ready,
+    ReplicaDiedError,
+    Spawn,
+)
 from torchtitan_rl.supervision.ranks import call_ranks
 
 RankLogprobs = list[list[torch.Tensor]]
@@ -27,10 +33,15 @@ class References:
     """
 
     def __init__(
-        self, spawn: Spawn, *, deadline_seconds: float = 1800.0, timeline: Timeline | None = None
+        self,
+        spawn: Spawn,
+        *,
+        deadline_seconds: float = 1800.0,
+        ready: Ready | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
         self.pool = ActorPool(
-            "reference", spawn, deadline_seconds=deadline_seconds, timeline=timeline
+            "reference", spawn, deadline_seconds=deadline_seconds, ready=ready, timeline=timeline
         )
         self._dispatcher = Dispatcher[Grid, RankLogprobs](
             self.pool, RETRY, what="compute logprobs", call=_logprobs, deadly_error=_deadly_error

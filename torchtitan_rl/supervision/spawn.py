@@ -20,11 +20,12 @@ from torchtitan_rl.config import (
     TrainerConfig,
 )
 from torchtitan_rl.config.checkpoint import AsyncMode
-from torchtitan_rl.platform import default_threads, worker_env
+from torchtitan_rl.platform import Role, default_threads, worker_env
+from torchtitan_rl.platform.parent import adopt_orphans
 from torchtitan_rl.supervision.placement import Placement
 from torchtitan_rl.supervision.processes import (
+    HostEnvironment,
     Spawned,
-    adopt_orphans,
     end_all_processes,
     per_rank,
     spawn,
@@ -65,8 +66,8 @@ async def spawn_generator(
         **dict[str, Any](config.kwargs),
         model=str(model),
         seed=seed,
-        env=worker_env(config.threads, role="generator", gpus=placement.gpus),
-        processes=placement.processes,
+        env=_environment("generator", config.threads, placement),
+        placement=placement,
         # vLLM's ranks meet by a file and sockets, which it does not remove if it is killed.
         own_temporary_folder=True,
         log_file=log_file,
@@ -75,20 +76,46 @@ async def spawn_generator(
 
 
 async def spawn_grader(
-    config: GraderConfig, task: TaskConfig, *, seed: int = 0, log_file: str | None = None
+    config: GraderConfig,
+    task: TaskConfig,
+    *,
+    seed: int = 0,
+    placement: Placement | None = None,
+    log_file: str | None = None,
 ) -> Spawned:
     """A grader with the task's reward function."""
-    env = worker_env(1, role="grader")
-    grader = await spawn(Grader, config, task=task, seed=seed, env=env, log_file=log_file)
+    placement = placement or Placement()
+    grader = await spawn(
+        Grader,
+        config,
+        task=task,
+        seed=seed,
+        env=_environment("grader", 1, placement),
+        placement=placement,
+        log_file=log_file,
+    )
     return await _ready(grader, grader.actor.setup.call_one())
 
 
 async def spawn_environment(
-    config: EnvironmentConfig, task: TaskConfig, *, seed: int = 0, log_file: str | None = None
+    config: EnvironmentConfig,
+    task: TaskConfig,
+    *,
+    seed: int = 0,
+    placement: Placement | None = None,
+    log_file: str | None = None,
 ) -> Spawned:
     """An environment with the task's tools."""
-    env = worker_env(1, role="environment")
-    environment = await spawn(Environment, config, task=task, seed=seed, env=env, log_file=log_file)
+    placement = placement or Placement()
+    environment = await spawn(
+        Environment,
+        config,
+        task=task,
+        seed=seed,
+        env=_environment("environment", 1, placement),
+        placement=placement,
+        log_file=log_file,
+    )
     return await _ready(environment, environment.actor.setup.call_one())
 
 
@@ -111,7 +138,6 @@ async def spawn_trainer(
     learning rate is laid out for `steps`. Without a `weights_folder`, what the `file` transport
     publishes is in a temporary folder."""
     placement = placement or Placement(config.parallelism.world_size)
-    threads = config.threads or default_threads(placement.processes)
     trainer = await spawn(
         trainer_class(config),
         config,
@@ -124,8 +150,8 @@ async def spawn_trainer(
         keep=keep,
         async_mode=async_mode,
         seed=seed,
-        env=worker_env(threads, role="trainer", gpus=placement.gpus),
-        processes=placement.processes,
+        env=_environment("trainer", config.threads, placement),
+        placement=placement,
         distributed=True,
         log_file=log_file,
     )
@@ -147,12 +173,23 @@ async def spawn_reference(
         Reference,
         config,
         model=str(model),
-        env=worker_env(config.threads, role="reference", gpus=placement.gpus),
-        processes=placement.processes,
+        env=_environment("reference", config.threads, placement),
+        placement=placement,
         distributed=True,
         log_file=log_file,
     )
     return await _ready(reference, reference.actor.setup.call())
+
+
+def _environment(role: Role, threads: int, placement: Placement) -> HostEnvironment:
+    """Environment of an actor's processes, by the number of their host."""
+
+    def of_host(number: int) -> dict[str, str]:
+        compute = placement.hosts[number].compute
+        each = threads or default_threads(placement.per_host, compute)
+        return worker_env(each, role=role, gpus=placement.gpus[number], compute=compute)
+
+    return of_host
 
 
 async def _ready(spawned: Spawned, setup: Any) -> Spawned:

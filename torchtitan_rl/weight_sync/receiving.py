@@ -5,17 +5,15 @@ readers on this host that want the same take it from there, and nothing is sent 
 """
 
 import atexit
-import os
 import socket
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from torchtitan_rl.platform import machine_id
 from torchtitan_rl.weight_sync.boxes import (
     Box,
     Message,
@@ -226,7 +224,7 @@ class Link:
             pieces=[[piece.slot, *piece.box] for piece in pieces],
             sizes=[message.nbytes for message in messages],
             checksums={slot: part.checksums[slot] for slot in partial if part.checksums},
-            host="" if alone or self._device.type != "cpu" else this_host(),
+            host="" if alone or self._device.type != "cpu" else machine_id(),
         )
         while (answer := self._control.receive()).get("wait"):
             pass  # another reader is receiving the same
@@ -312,13 +310,6 @@ def _near(trainers: str, device: torch.device | None) -> torch.device:
             "trainer.weight_sync.transport to shm, rdma or file"
         )
     return torch.device("cuda", torch.cuda.current_device())
-
-
-@cache
-def this_host() -> str:
-    """The processes that can open each other's memory files have it in common."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
 
 _links: dict[tuple[str, int, str], Link] = {}

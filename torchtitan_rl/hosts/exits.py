@@ -1,26 +1,32 @@
-"""How worker processes end: seen by this process itself, at once.
+"""How worker processes end: seen on their own machine, at once.
 
 Monarch takes seconds to report that a process is gone, and is the one that collects it.
 """
 
 import fcntl
 import os
+import select
 import signal
 import struct
 import threading
 import time
+from collections.abc import Callable
+
+import psutil
 
 PIDFD_GET_INFO, PIDFD_INFO_EXIT = 0xC040FF0B, 1 << 3  # linux/pidfd.h
+POLL_SECONDS = 0.5
+"""How often a process is looked for where the kernel has no file descriptors of processes."""
 COLLECTING_SECONDS = 1.0
 """How long the kernel may take to note the status of a process that is just being collected."""
 
 
 class Exit:
-    """The end of a child process: noticed by a thread that waits for it, and leaves it to be
-    collected by whoever started it.
+    """The end of a process: noticed by a thread that waits for it, and leaves it to be collected by
+    whoever started it.
 
     Whoever collects it may be quicker than the thread. Since Linux 6.15 the kernel tells the status
-    even then; before, `how` stays empty.
+    even then, and of processes that this one has not started; before, `how` stays empty.
 
     Example:
         exit = Exit(worker.pid)
@@ -28,8 +34,9 @@ class Exit:
         exit.how  # "was killed by signal 9 (SIGKILL)"
     """
 
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
+    def __init__(self, pid: int, on_exit: Callable[[str], None] | None = None) -> None:
+        """`on_exit` is called, on the thread, with `how`."""
+        self._pid, self._on_exit = pid, on_exit
         self.how = ""
         """What happened, after "the process ..."; empty while it runs, and if that is not known."""
         try:
@@ -41,16 +48,27 @@ class Exit:
 
     def _wait(self) -> None:
         try:
-            ended = os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOWAIT)
-            assert ended is not None
-            exited = ended.si_code == os.CLD_EXITED
-            self.how = describe_exit(ended.si_status if exited else -ended.si_status)
-        except ChildProcessError:  # collected already, or no child of this process
-            status = _status_of_collected(self._descriptor)
-            self.how = "" if status is None else describe_exit(os.waitstatus_to_exitcode(status))
+            self.how = self._status()
         finally:
             if self._descriptor >= 0:
                 os.close(self._descriptor)
+        if self._on_exit:
+            self._on_exit(self.how)
+
+    def _status(self) -> str:
+        try:
+            ended = os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOWAIT)
+            assert ended is not None
+            exited = ended.si_code == os.CLD_EXITED
+            return describe_exit(ended.si_status if exited else -ended.si_status)
+        except ChildProcessError:  # collected already, or no child of this process
+            pass
+        if self._descriptor >= 0:
+            select.select([self._descriptor], [], [])  # readable when it has ended
+        while self._descriptor < 0 and psutil.pid_exists(self._pid):
+            time.sleep(POLL_SECONDS)
+        status = _status_of_collected(self._descriptor)
+        return "" if status is None else describe_exit(os.waitstatus_to_exitcode(status))
 
 
 def _status_of_collected(descriptor: int) -> int | None:
