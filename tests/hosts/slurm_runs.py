@@ -15,7 +15,8 @@ from functools import partial
 from pathlib import Path
 
 from tests.hosts.slurm_cluster import SlurmCluster, SlurmError, missing
-from torchtitan_rl.hosts.launchers.slurm_batch import SlurmJob, batch_script, log_file
+from torchtitan_rl.config.cluster import SlurmConfig
+from torchtitan_rl.hosts.launchers.slurm_batch import batch_script, log_file
 
 ROOT = Path(__file__).parents[2]
 ODD_NAME = 'it\'s "50%" & $co #'
@@ -62,7 +63,7 @@ class Runs:
         self.python.write_text(STAND_IN)
         self.python.chmod(0o755)
 
-    def start(self, name: str, job: SlurmJob, *arguments: str, steps: int = 1000) -> int:
+    def start(self, name: str, job: SlurmConfig, *arguments: str, steps: int = 1000) -> int:
         """Submit a run; returns the job's number when its training has begun."""
         script = batch_script(
             job,
@@ -96,11 +97,11 @@ def ends(runs: Runs) -> None:
     """A run that is done and one that fails are not queued again."""
     # What a shell, sbatch and Slurm's file names would change reaches the command as it was.
     odd = """a b'c"$(echo 1) % #\\"""
-    job = runs.start("done", SlurmJob(nodes=2, gpus_per_node=1), "--x", odd, steps=2)
+    job = runs.start("done", SlurmConfig(nodes=2, gpus_per_node=1), "--x", odd, steps=2)
     runs.cluster.until_state(job, "COMPLETED")
     arguments = json.loads((runs.folder / "done" / "config.json").read_text())
     assert arguments[:4] == ["--steps", "2", "--x", odd]
-    job = runs.start("fails", SlurmJob(nodes=2), "--fails_at", "2")
+    job = runs.start("fails", SlurmConfig(nodes=2), "--fails_at", "2")
     runs.cluster.until_state(job, "FAILED")
     assert runs.cluster.job(job)["ExitCode"] == "1:0"
     assert "queued again" not in runs.log("done") + runs.log("fails")
@@ -108,7 +109,7 @@ def ends(runs: Runs) -> None:
 
 def cancelled(runs: Runs) -> None:
     """scancel lets a run save once, and ends it for good."""
-    job = runs.start("cancelled", SlurmJob(nodes=2))
+    job = runs.start("cancelled", SlurmConfig(nodes=2))
     runs.cluster.cancel(job)
     runs.cluster.until_state(job, "CANCELLED")
     assert re.search(r"saved step \d+", runs.log("cancelled")), runs.log("cancelled")
@@ -118,7 +119,7 @@ def cancelled(runs: Runs) -> None:
 def near_the_time_limit(runs: Runs) -> None:
     """A run is told to stop before the time limit, saves, is queued again, and goes on."""
     # Slurm's times are whole minutes, and its signal may come a minute early: here, at once.
-    job = runs.start("limit", SlurmJob(nodes=2, time="1", signal_seconds=50))
+    job = runs.start("limit", SlurmConfig(nodes=2, time="1", signal_seconds=50))
     runs.goes_on("limit")
     assert runs.cluster.job(job)["Restarts"] == "1"
     runs.cluster.cancel(job)
@@ -126,7 +127,7 @@ def near_the_time_limit(runs: Runs) -> None:
 
 def preempted(runs: Runs) -> None:
     """A run gives way to a more urgent job, and goes on after it."""
-    job = runs.start("preempted", SlurmJob(nodes=2))
+    job = runs.start("preempted", SlurmConfig(nodes=2))
     time.sleep(1)  # a step or more
     urgent = runs.cluster.submit(
         "#!/bin/sh\nsleep 1\n", "--nodes=2", "--partition=urgent", "--exclusive"
@@ -138,7 +139,7 @@ def preempted(runs: Runs) -> None:
 
 def requeued(runs: Runs) -> None:
     """`scontrol requeue`, by whoever, lets a run save; Slurm queues it again, and it goes on."""
-    job = runs.start("requeued", SlurmJob(nodes=2))
+    job = runs.start("requeued", SlurmConfig(nodes=2))
     time.sleep(1)
     runs.cluster.requeue(job)
     runs.goes_on("requeued")
@@ -148,7 +149,7 @@ def requeued(runs: Runs) -> None:
 
 def node_lost(runs: Runs) -> None:
     """Slurm queues a run again when one of its nodes is turned off; it goes on with what it has."""
-    job = runs.start("lost", SlurmJob(nodes=2))
+    job = runs.start("lost", SlurmConfig(nodes=2))
     node = runs.cluster.nodes[1]
     runs.cluster.kill(node)
     runs.cluster.until(lambda: runs.cluster.job(job)["Restarts"] == "1", "the job is queued again")
@@ -178,13 +179,14 @@ time.sleep(1000)
 
 INSIDE = """\
 import asyncio, os, sys, time
-from types import SimpleNamespace
+from torchtitan_rl.config.cluster import ClusterConfig
 from torchtitan_rl.hosts.launchers import slurm
 
 async def main():
     open("pid", "w").write(str(os.getpid()))
     slurm.STOP_SECONDS = 1.0
-    hosts = slurm.SlurmHosts(SimpleNamespace(port=7000), worker=(sys.executable, "worker.py"))
+    config = ClusterConfig(launcher="slurm", port=7000)
+    hosts = slurm.SlurmHosts(config, worker=(sys.executable, "worker.py"))
     print("said", *hosts.describe(), flush=True)
     try:
         print("places", await hosts.start(), flush=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan_rl.config.cluster import SlurmConfig
 from torchtitan_rl.hosts.launchers.slurm import (
     SlurmNode,
     nodes_of_allocation,
@@ -16,7 +17,6 @@ from torchtitan_rl.hosts.launchers.slurm import (
     worker_command,
 )
 from torchtitan_rl.hosts.launchers.slurm_batch import (
-    SlurmJob,
     batch_script,
     log_file,
     submit,
@@ -25,9 +25,9 @@ from torchtitan_rl.hosts.launchers.slurm_batch import (
 from torchtitan_rl.hosts.launchers.slurm_commands import SlurmError
 
 
-def made(tmp_path: Path, job: SlurmJob | None = None, *arguments: str, **options) -> str:
+def made(tmp_path: Path, job: SlurmConfig | None = None, *arguments: str, **options) -> str:
     options = {"run_name": "run", "output_dir": tmp_path / "outputs", **options}
-    return batch_script(job or SlurmJob(), ["--config", "mine", *arguments], **options)
+    return batch_script(job or SlurmConfig(nodes=1), ["--config", "mine", *arguments], **options)
 
 
 def directives(script: str) -> list[str]:
@@ -58,7 +58,7 @@ ALWAYS = ["--ntasks-per-node=1", "--requeue", "--signal=B:TERM@300", "--open-mod
     ],
 )
 def test_settings_are_options_of_sbatch(tmp_path, settings, expected):
-    first, *options, output = directives(made(tmp_path, SlurmJob(**settings)))
+    first, *options, output = directives(made(tmp_path, SlurmConfig(**{"nodes": 1, **settings})))
     assert first == "--job-name=run"
     assert options == [*expected, *ALWAYS]
     assert output == f"--output={tmp_path}/outputs/run/slurm.log"
@@ -85,19 +85,20 @@ def test_any_name_is_quoted_where_bash_reads_it(tmp_path, run_name, output_dir):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda p: SlurmJob(nodes=0), "nodes must be at least 1; got 0"),
-        (lambda p: SlurmJob(gpus_per_node=-1), "gpus_per_node must not be negative"),
-        (lambda p: SlurmJob(signal_seconds=0), "signal_seconds must be 1 to 65535; got 0"),
-        (lambda p: SlurmJob(args=("-C", "h100")), "'h100' is no option of sbatch"),
+        (lambda p: made(p, SlurmConfig()), "cluster.slurm.nodes is 0"),
+        (lambda p: SlurmConfig(nodes=-1), "slurm.nodes must not be negative; got -1"),
+        (lambda p: SlurmConfig(gpus_per_node=-1), "gpus_per_node must not be negative"),
+        (lambda p: SlurmConfig(signal_seconds=0), "signal_seconds must be 1 to 65535; got 0"),
+        (lambda p: SlurmConfig(args=("-C", "h100")), "'h100', which is no option of sbatch"),
         (lambda p: made(p, None, "--resume"), "--resume is set by the batch script"),
         (lambda p: made(p, None, "--run_name=x"), "--run_name=x is set by the batch script"),
         (lambda p: made(p, run_name=""), "run_name is empty"),
         (lambda p: made(p, None, "a\nb"), "'a\\nb' has a line break"),
-        (lambda p: made(p, SlurmJob(mem="1G\n#SBATCH x")), "has a line break"),
+        (lambda p: made(p, SlurmConfig(nodes=1, mem="1G\n#SBATCH x")), "has a line break"),
     ],
 )
 def test_what_a_script_cannot_say_is_an_error(tmp_path, make, message):
-    with pytest.raises(SlurmError) as error:
+    with pytest.raises((SlurmError, ValueError)) as error:
         make(tmp_path)
     assert message in str(error.value)
 
@@ -299,10 +300,10 @@ def test_submitting_a_run_makes_the_folder_of_its_log(tmp_path, monkeypatch):
     stand_in(tmp_path, "sbatch", f"cat > {tmp_path}/given; echo 3")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     run = {"run_name": "a/b", "output_dir": tmp_path / "outputs"}
-    assert submit_run(SlurmJob(nodes=2), ["--config", "mine"], **run) == 3
+    assert submit_run(SlurmConfig(nodes=2), ["--config", "mine"], **run) == 3
     assert log_file("a/b", tmp_path / "outputs").parent.is_dir()
     assert (tmp_path / "given").read_text() == batch_script(
-        SlurmJob(nodes=2), ["--config", "mine"], **run
+        SlurmConfig(nodes=2), ["--config", "mine"], **run
     )
 
 

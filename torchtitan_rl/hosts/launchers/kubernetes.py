@@ -15,15 +15,15 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from torchtitan_rl.core.errors import TorchtitanRLError
+from torchtitan_rl.hosts.secret import VARIABLE as SECRET_VARIABLE
+from torchtitan_rl.hosts.worker import USUAL_PORT
 
 Manifest = dict[str, Any]
 
 LONGEST_NAME = 45
 """Characters of a run's name: names of pods and values of labels, of at most 63, begin with it."""
-SECRET_VARIABLE = "TORCHTITAN_RL_SECRET"
 SHARED = "/shared"
 """Where the volume that all pods share is mounted; the working folder of all of them."""
-DEFAULT_PORT = 26600
 NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
 NAMESPACE = re.compile(r"(?=.{1,63}$)[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?([KMGTPE]i?|[mk])?")
@@ -69,7 +69,7 @@ class KubernetesRun:
     """Size of the volume that is made."""
     storage_class: str = ""
     """Storage class of the volume that is made; ReadWriteMany must be possible with it."""
-    port: int = DEFAULT_PORT
+    port: int = USUAL_PORT
     """Port of the workers."""
     user: int = 1000
     """User and group that all processes run as; not 0."""

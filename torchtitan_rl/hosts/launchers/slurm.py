@@ -13,15 +13,12 @@ import sys
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from torchtitan_rl.config.cluster import ClusterConfig
 from torchtitan_rl.hosts.launchers.slurm_commands import SlurmError, ask, not_found
 from torchtitan_rl.hosts.secret import new_secret
+from torchtitan_rl.hosts.worker import USUAL_PORT
 
-if TYPE_CHECKING:
-    from torchtitan_rl.config.cluster import ClusterConfig
-
-USUAL_PORT = 26600
 WORKER = (sys.executable, "-m", "torchtitan_rl", "worker", "--stdin")
 """Command of a worker that has the secret from its standard input, and ends with that."""
 START_SECONDS = 120.0
@@ -107,7 +104,7 @@ class SlurmHosts:
         await launcher.stop()
     """
 
-    def __init__(self, config: "ClusterConfig", *, worker: Sequence[str] = WORKER) -> None:
+    def __init__(self, config: ClusterConfig, *, worker: Sequence[str] = WORKER) -> None:
         self.secret = new_secret()
         self._port, self._worker = config.port, worker
         self._nodes: list[SlurmNode] = []

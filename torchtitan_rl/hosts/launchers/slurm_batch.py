@@ -7,77 +7,17 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+from torchtitan_rl.config.cluster import SlurmConfig
 from torchtitan_rl.hosts.launchers.slurm_commands import SlurmError, ask, file_pattern
 
-LONGEST_SIGNAL_SECONDS = 65535
-"""What sbatch accepts at most in --signal."""
+ASKED = (
+    *("nodes", "partition", "account", "qos", "time", "gpus_per_node", "cpus_per_task", "mem"),
+)
+"""Settings that are options of sbatch, but for the dashes."""
 OWN_OPTIONS = ("--run_name", "--output_dir", "--resume")
 """Settings of the training command that the script sets itself."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlurmJob:
-    """What to ask Slurm for. Empty and 0 leave it to the cluster.
-
-    Example:
-        SlurmJob(nodes=4, partition="gpu", time="24:00:00", gpus_per_node=8, cpus_per_task=96)
-    """
-
-    nodes: int = 1
-    """Nodes of the run; a worker runs on each."""
-    partition: str = ""
-    """Partition; sbatch --partition."""
-    account: str = ""
-    """Account that is charged; sbatch --account."""
-    qos: str = ""
-    """Quality of service; sbatch --qos."""
-    time: str = ""
-    """Longest time, as sbatch --time has it: 90 (minutes), 24:00:00, 2-12 (days and hours)."""
-    gpus_per_node: int = 0
-    """GPUs of each node."""
-    cpus_per_task: int = 0
-    """CPUs of each node's worker."""
-    mem: str = ""
-    """Memory of each node, such as 200G; 0 is all of it."""
-    signal_seconds: int = 300
-    """Seconds before the time limit at which the run is told to save and stop. Slurm may tell it up
-    to a minute earlier."""
-    args: tuple[str, ...] = ()
-    """Further options of sbatch, such as --constraint=h100."""
-
-    def __post_init__(self) -> None:
-        if self.nodes < 1:
-            raise SlurmError(f"nodes must be at least 1; got {self.nodes}")
-        for name in ("gpus_per_node", "cpus_per_task"):
-            if getattr(self, name) < 0:
-                raise SlurmError(f"{name} must not be negative; got {getattr(self, name)}")
-        if not 1 <= self.signal_seconds <= LONGEST_SIGNAL_SECONDS:
-            raise SlurmError(
-                f"signal_seconds must be 1 to {LONGEST_SIGNAL_SECONDS}; got {self.signal_seconds}"
-            )
-        for argument in self.args:
-            if not argument.startswith("-"):
-                raise SlurmError(
-                    f"{argument!r} is no option of sbatch: write --name=value, in one word"
-                )
-
-    def options(self) -> Iterator[str]:
-        """Options of sbatch, without those that every run has."""
-        named = {
-            "nodes": self.nodes,
-            "partition": self.partition,
-            "account": self.account,
-            "qos": self.qos,
-            "time": self.time,
-            "gpus-per-node": self.gpus_per_node,
-            "cpus-per-task": self.cpus_per_task,
-            "mem": self.mem,
-        }
-        yield from (f"--{name}={value}" for name, value in named.items() if value)
-        yield from self.args
 
 
 BODY = """\
@@ -130,7 +70,7 @@ exit $code
 
 
 def batch_script(
-    job: SlurmJob,
+    job: SlurmConfig,
     arguments: Sequence[str],
     *,
     run_name: str,
@@ -156,12 +96,14 @@ def batch_script(
             raise SlurmError(
                 f"{argument} is set by the batch script: leave it out of the arguments"
             )
+    if job.nodes < 1:
+        raise SlurmError("cluster.slurm.nodes is 0: say how many nodes to ask for")
     if not run_name:
         raise SlurmError("run_name is empty: a job that is queued again needs it to find its run")
     log = log_file(run_name, output_dir)
     options = [
         f"--job-name={run_name}",
-        *job.options(),
+        *options_of(job),
         "--ntasks-per-node=1",
         "--requeue",
         f"--signal=B:TERM@{job.signal_seconds}",
@@ -180,6 +122,14 @@ def batch_script(
     )
     directives = "\n".join(f"#SBATCH {_directive(option)}" for option in options)
     return f"#!/usr/bin/env bash\n{directives}\n\n{body}"
+
+
+def options_of(job: SlurmConfig) -> Iterator[str]:
+    """Options of sbatch, without those that every run has."""
+    for name in ASKED:
+        if value := getattr(job, name):
+            yield f"--{name.replace('_', '-')}={value}"
+    yield from job.args
 
 
 def log_file(run_name: str, output_dir: Path | str) -> Path:
@@ -221,7 +171,7 @@ def submit(script: str, *, environment: Mapping[str, str] | None = None) -> int:
 
 
 def submit_run(
-    job: SlurmJob,
+    job: SlurmConfig,
     arguments: Sequence[str],
     *,
     run_name: str,

@@ -4,10 +4,10 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from torchtitan_rl.core.errors import TorchtitanRLError
+from torchtitan_rl.hosts.launchers.launcher import LaunchError
 
 
-class SlurmError(TorchtitanRLError, ValueError):
+class SlurmError(LaunchError, ValueError):
     """Slurm cannot do what was asked; the message says why, in Slurm's words if it has any."""
 
 
