@@ -1,7 +1,8 @@
-# `make help` lists the targets. Variables: CONFIG (recipe), ARGS (passed on), PLATFORM (auto|cpu|cuda).
+# `make help` lists the targets. Variables: CONFIG (recipe), ARGS (passed on), PLATFORM (auto|cpu|cuda), SUITE.
 CONFIG ?= grpo_sum_digits_tiny
 PLATFORM ?= auto
 ARGS ?=
+SUITE ?= cpu
 PY := .venv/bin/python
 # Two test files at a time, each in one process: their meshes and engines are shared within a file.
 PARALLEL ?= -n 2 --dist loadfile --no-loadscope-reorder
@@ -41,8 +42,9 @@ docs: install ## Build the pages of docs/; warnings are errors, as in `make test
 bench: install ## Run every benchmark.
 	@exec $(PY) benchmarks/run_all.py $(ARGS)
 
-integration: install ## Run the integration suite on the CPU; results go to outputs/integration.
-	@exec $(PY) integration_tests.py outputs/integration --test_suite cpu --test_name all --ngpu 0 $(ARGS)
+integration: install ## Run the integration suite on the CPU, or SUITE=launchers; results go to outputs/integration.
+	@[ "$(SUITE)" != launchers ] || scripts/cluster_tools.sh
+	@exec $(PY) integration_tests.py outputs/integration --test_suite $(SUITE) --test_name all --ngpu 0 $(ARGS)
 
 format: install ## Sort imports, fix what ruff can fix, format; write what docs/ has from the code.
 	@$(PY) -m ruff check --fix .

@@ -1,6 +1,7 @@
 """Whole runs from the command line, by flavor: a recipe plus overrides, run as a person would.
 
 python integration_tests.py OUT --test_suite cpu --test_name all --ngpu 0
+python integration_tests.py OUT --test_suite launchers      what Slurm does to a run, on a real one
 
 Each flavor leaves its output in OUT/<name>/; a table says which passed, and why one did not.
 """
@@ -14,12 +15,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.table import Table
 
+from tests.hosts import slurm_runs
 from torchtitan_rl.algorithms.policy_loss import LOSSES
 from torchtitan_rl.core.plugins import nearest
 from torchtitan_rl.models.makers.tiny import write_tiny_model
@@ -51,6 +54,8 @@ class Flavor:
     imitates: bool = False
     """Whether it starts from a model that has imitated demonstrations: for tasks whose form a
     random model never finds, so that all rewards would be equal."""
+    instead: Callable[[], None] | None = None
+    """What is done in place of such a run; it raises an error if something is wrong."""
 
 
 _SMALL = ("--evaluation.prompts", "32", "--prompts_per_step", "16")
@@ -185,6 +190,10 @@ SUITES: dict[str, tuple[Flavor, ...]] = {
             mismatch=0.5,
         ),
     ),
+    "launchers": tuple(
+        Flavor(f"slurm_{name}", says, (), instead=check)
+        for name, says, check in slurm_runs.checks()
+    ),
 }
 
 
@@ -230,6 +239,8 @@ def run(flavor: Flavor, output_dir: Path) -> str:
     folder = output_dir / flavor.name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
+    if flavor.instead is not None:
+        return do_instead(flavor.instead, folder / "output.txt")
     command = [sys.executable, "-m", "torchtitan_rl.train", "--config", flavor.recipe]
     command += ["--steps", str(flavor.steps), "--output_dir", str(output_dir)]
     command += ["--run_name", f"{flavor.name}/run"]
@@ -255,6 +266,16 @@ def run(flavor: Flavor, output_dir: Path) -> str:
     if code:
         return f"exit code {code}; see {log}"
     return check(flavor, folder / "run")
+
+
+def do_instead(check: Callable[[], None], log: Path) -> str:
+    """Do what a flavor has in place of a run; returns what went wrong, or nothing."""
+    try:
+        check()
+    except Exception as error:
+        log.write_text(traceback.format_exc())
+        return f"{str(error).partition(chr(10))[0] or type(error).__name__}; see {log}"
+    return ""
 
 
 def starting_model(flavor: Flavor, folder: Path) -> tuple[str, ...]:

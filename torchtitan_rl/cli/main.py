@@ -51,6 +51,13 @@ def doctor(arguments: Sequence[str]) -> int:
     return main(arguments, prog=f"{PROGRAM} doctor")
 
 
+def kubernetes(arguments: Sequence[str]) -> int:
+    """Print manifests that run a recipe in a Kubernetes cluster."""
+    from torchtitan_rl.cli.kubernetes import main
+
+    return main(arguments, prog=f"{PROGRAM} kubernetes")
+
+
 def worker(arguments: Sequence[str]) -> int:
     """Lend this machine to runs on several hosts."""
     from torchtitan_rl.cli.worker import main
@@ -65,6 +72,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "list": list_recipes,
     "model": model,
     "doctor": doctor,
+    "kubernetes": kubernetes,
     "worker": worker,
 }
 

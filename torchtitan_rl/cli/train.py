@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torchtitan_rl.cli.recipes import print_recipes
+from torchtitan_rl.cli.submit import is_to_be_submitted, submit
 from torchtitan_rl.cli.suggestions import describe_unknown, setting_names
 from torchtitan_rl.config import RunConfig
 from torchtitan_rl.config.cluster import Launcher
@@ -57,6 +58,8 @@ def main(argv: Sequence[str] | None = None, *, prog: str = PROGRAM) -> int:
                 from torchtitan_rl.hosts.launchers.torchrun import lend
 
                 return lend(node, config.cluster.port)
+            if config is not None and is_to_be_submitted(config):
+                return submit(config, arguments, dry="--dry_run" in arguments)
         switched_off()  # modules read it as they are imported, too late for a plain message
     except ValueError as error:
         from torchtitan_rl.observability.console import print_error

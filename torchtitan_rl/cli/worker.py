@@ -75,7 +75,9 @@ async def serve(
     worker = Worker(address, port, secret=secret, facts=facts, once=once, say=say)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, worker.stop)
+        # Slurm's launcher has workers ignore SIGTERM, which comes before the run has saved.
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            loop.add_signal_handler(number, worker.stop)
     if watch_stdin:
         ending = threading.Thread(
             target=lambda: (sys.stdin.read(), loop.call_soon_threadsafe(worker.stop)), daemon=True

@@ -7,6 +7,8 @@ Launcher = Literal["auto", "here", "hosts", "ssh", "torchrun", "slurm"]
 """Who starts the workers of a run."""
 ROLES = ("trainer", "generator", "reference", "grader", "environment")
 """Kinds of actors that are placed on hosts."""
+LONGEST_SIGNAL_SECONDS = 65535
+"""What sbatch accepts at most."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -33,23 +35,47 @@ class RolesConfig:
 
 @dataclass(kw_only=True, slots=True)
 class SlurmConfig:
-    """What Slurm is asked for, under the names of sbatch's options."""
+    """What Slurm is asked for, under the names of sbatch's options. Empty and 0: what the cluster
+    gives by default."""
 
     nodes: int = 0
     """Nodes to ask for. 0: the job is not submitted, but uses the allocation that it runs in."""
     partition: str = ""
+    """Partition of the cluster."""
     account: str = ""
+    """Account that is charged."""
     qos: str = ""
+    """Quality of service."""
     time: str = ""
-    """Longest time, such as `2-12:00:00`; the job is requeued at its end, and resumes."""
+    """Longest time: `90` (minutes), `24:00:00`, `2-12` (days and hours). The job is queued again at
+    its end, and resumes."""
     gpus_per_node: int = 0
+    """GPUs of each node."""
     cpus_per_task: int = 0
+    """CPUs of each node."""
     mem: str = ""
-    """Memory of each node, such as `200G`."""
-    signal_seconds: int = 120
-    """How long before the end of its time the job is told to save and stop."""
+    """Memory of each node, such as `200G`; `0` is all of it."""
+    signal_seconds: int = 300
+    """How long before the end of its time the job is told to save and stop. Slurm may tell it up to
+    a minute earlier."""
     args: tuple[str, ...] = ()
     """Further options of sbatch, such as `--constraint=h100`."""
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "gpus_per_node", "cpus_per_task"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"slurm.{name} must not be negative; got {getattr(self, name)}")
+        if not 1 <= self.signal_seconds <= LONGEST_SIGNAL_SECONDS:
+            raise ValueError(
+                f"slurm.signal_seconds must be 1 to {LONGEST_SIGNAL_SECONDS}; got "
+                f"{self.signal_seconds}"
+            )
+        for argument in self.args:
+            if not argument.startswith("-"):
+                raise ValueError(
+                    f"slurm.args has {argument!r}, which is no option of sbatch: write "
+                    "--name=value, in one word"
+                )
 
 
 @dataclass(kw_only=True, slots=True)
