@@ -44,6 +44,8 @@ def machines():
 def hosts(machines):
     started = [Host(machine, SECONDS) for machine in machines]
     yield [host.ready() for host in started]
+    for host in started:
+        host.close()
     for machine in machines:
         machine.kill()
         machine.boot()
@@ -109,6 +111,7 @@ async def test_bytes_are_handed_on_as_they_come_and_past_a_host_that_dies_meanwh
     others[1].machine.kill()
     slow.go_on()
     there = await reaching
+    slow.close()
     assert set(there.handles) == {others[0].name, others[2].name}
     [error] = there.errors.values()
     assert isinstance(error, ConnectionError)
@@ -127,6 +130,7 @@ async def test_a_network_that_is_cut_ends_a_transfer_in_time(hosts):
     cut = time.monotonic()
     there = await reaching
     trainer.machine.restore()
+    slow.close()
     # One host notices; one more is asked to try, and cannot connect.
     assert time.monotonic() - cut < 2 * SECONDS + 1
     assert set(there.errors) == {host.name for host in others}
