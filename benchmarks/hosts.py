@@ -6,6 +6,7 @@ process, and every message to them is a real one.
 
 python benchmarks/hosts.py                      every part
 python benchmarks/hosts.py controller 10 1000   the controller, with 10 and 1,000 generators
+python benchmarks/hosts.py relay                weights to 1, 2, 4 and 8 hosts
 """
 
 import asyncio
@@ -21,6 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+import relay_chain
 import torch
 from async_overlap import recipe
 from common import note, report
@@ -41,7 +43,7 @@ GENERATORS = (10, 100, 1000)
 PROCESSES = 2
 """That the simulated generators share."""
 STEPS, WARM_UP = 7, 2
-PARTS = ("controller", "cells", "handles")
+PARTS = ("controller", "cells", "handles", "relay")
 Result = TypeVar("Result")
 
 
@@ -221,6 +223,8 @@ def main(words: list[str]) -> None:
             asyncio.run(many_generators(counts))
         elif part == "cells":
             cells_of_ranks()
+        elif part == "relay":
+            relay_chain.main()
         else:
             handles_of_ranks()
 

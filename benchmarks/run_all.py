@@ -17,6 +17,7 @@ from torchtitan_rl.observability.console import console
 HERE = Path(__file__).parent
 NOT_BENCHMARKS = {
     *("run_all.py", "common.py", "bare_engine.py", "weight_movers.py"),
+    "relay_chain.py",
     *("peer_work.py", "peer_ours.py", "peer_theirs.py", "profiled.py"),
 }
 ONLY_NAMED = {"ablation.py", "peer_trl.py"}

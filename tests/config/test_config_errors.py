@@ -334,7 +334,7 @@ def test_the_list_of_recipes(capsys):
         ),
         ("--steps many", ["--steps", "'many'"]),
         ("--trainer.dtype float16", ["--trainer.dtype", "'auto', 'float32', 'bfloat16'"]),
-        ("--trainer.weight_sync.transport pigeon", ["weight_sync.transport", "'shm', 'rdma'"]),
+        ("--trainer.weight_sync.transport pigeon", ["weight_sync.transport", "'shm', 'relay'"]),
         ("--trainer.weight_sync.folder w", ["weight_sync.folder is 'w'", "is auto", "to file"]),
     ],
 )

@@ -154,14 +154,22 @@ CPU, GPUS = Ends(hosts=ONE), Ends(hosts=ONE, device="cuda", trainer_ranks=4)
     ("asked", "ends", "chosen", "said"),
     [
         ("auto", CPU, "shm", "one host, without GPUs"),
-        ("auto", Ends(hosts=TWO), "rdma", "TCP: there is no RDMA card"),
+        ("auto", Ends(hosts=TWO), "relay", "over TCP, as not every host has an RDMA card: each of"),
+        ("auto", Ends(hosts=TWO, rdma_cards=True), "rdma", "TCP: there is no RDMA card"),
         ("auto", GPUS, "collective", "by NCCL: each generator receives all of them from 4 trainer"),
-        ("auto", replace(GPUS, hosts=TWO), "rdma", "TCP"),
+        ("auto", replace(GPUS, hosts=TWO), "relay", "from host to host over TCP"),
         ("auto", replace(GPUS, tensor_parallel=2), "collective", "receives its slice of them"),
         ("auto", replace(GPUS, shared_gpus=1), "shm", "would keep two snapshots"),
         ("shm", CPU, "shm", "one host"),
         ("shm", GPUS, "shm", "transport says so; collective goes from"),
         ("rdma", CPU, "rdma", "warning: weights go over TCP"),
+        (
+            "relay",
+            Ends(hosts=TWO, rdma_cards=True),
+            "relay",
+            "over TCP: each of the 2 hosts has one",
+        ),
+        ("relay", CPU, "relay", "through shared memory: all actors are on one host"),
         ("file", Ends(hosts=TWO), "file", "through files"),
         ("collective", CPU, "collective", "by gloo: each generator receives all of them from 1"),
     ],
@@ -177,6 +185,8 @@ def test_the_transport_is_chosen_and_said(asked, ends, chosen, said):
     [
         ("shm", "cpu", False),
         ("file", "cuda", True),
+        ("relay", "cpu", True),
+        ("relay", "cuda", True),
         *((transport, "cpu", True) for transport in ("rdma", "collective")),
         *((transport, "cuda", False) for transport in ("rdma", "collective")),
     ],
@@ -185,7 +195,7 @@ def test_by_default_bytes_that_a_cpu_sends_or_files_keep_have_checksums(transpor
     assert wants_checksums(WeightSyncConfig(), transport, device) == checked
 
 
-@pytest.mark.parametrize("transport", ["auto", "shm", "rdma", "collective"])
+@pytest.mark.parametrize("transport", ["auto", "shm", "relay", "rdma", "collective"])
 def test_a_folder_is_refused_where_no_files_are_written(transport):
     with pytest.raises(ValueError, match=rf"folder is 'w', .*transport is {transport}.* to file"):
         WeightSyncConfig(transport=transport, folder="w")
@@ -219,5 +229,7 @@ def test_a_folder_that_can_be_made_is_not_made_yet(tmp_path, monkeypatch, folder
 
 @pytest.mark.parametrize("transport", ["shm", "collective"])
 def test_what_does_not_reach_another_host_is_refused(transport):
-    with pytest.raises(ValueError, match=f"is {transport}, .* 2 hosts: use rdma, file or auto"):
+    with pytest.raises(
+        ValueError, match=f"is {transport}, .* 2 hosts: use relay, rdma, file or auto"
+    ):
         choose_transport(WeightSyncConfig(transport=transport), Ends(hosts=TWO))

@@ -5,6 +5,7 @@ from dataclasses import is_dataclass
 from torchtitan_rl.config.advantage import AdvantageConfig
 from torchtitan_rl.config.batch_filter import BatchFilterConfig
 from torchtitan_rl.config.checkpoint import CheckpointConfig
+from torchtitan_rl.config.cluster import ClusterConfig, RolesConfig, SlurmConfig
 from torchtitan_rl.config.correction import CorrectionConfig
 from torchtitan_rl.config.echo import EchoConfig, RoleEcho, ToolEcho
 from torchtitan_rl.config.environment import EnvironmentConfig
@@ -35,6 +36,7 @@ __all__ = [
     "AdvantageConfig",
     "BatchFilterConfig",
     "CheckpointConfig",
+    "ClusterConfig",
     "CorrectionConfig",
     "EchoConfig",
     "EngineConfig",
@@ -50,9 +52,11 @@ __all__ = [
     "Parallelism",
     "ReferenceConfig",
     "RoleEcho",
+    "RolesConfig",
     "RolloutConfig",
     "RunConfig",
     "SamplingConfig",
+    "SlurmConfig",
     "SupervisionConfig",
     "TaskConfig",
     "ToolEcho",

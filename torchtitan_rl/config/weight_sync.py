@@ -8,19 +8,20 @@ from typing import Literal
 class WeightSyncConfig:
     """How weights go from the trainer to the generators."""
 
-    transport: Literal["auto", "shm", "rdma", "file", "collective"] = "auto"
+    transport: Literal["auto", "shm", "relay", "rdma", "file", "collective"] = "auto"
     """How weights are sent. `shm`: shared memory, on one host. `collective`: process groups, on one
     host: by NCCL between GPUs, by gloo between CPUs; each rank of a generator receives its slice.
+    `relay`: between hosts: a copy to each host, handed on from host to host, then shared memory.
     `rdma`: memory that other hosts read, over TCP without an RDMA card. `file`: safetensors files
-    in `folder`. `auto`: on one host `collective` between GPUs, and `shm` on CPUs or shared GPUs;
-    else `rdma`."""
+    in `folder`. `auto`: on one host `collective` between GPUs, and `shm` on CPUs or shared GPUs; on
+    several hosts `relay`."""
     folder: str = ""
     """Folder for `file` only, on a file system that all hosts share; empty: the run's own
     folder."""
     checksums: Literal["auto", "on", "off"] = "auto"
-    """Generators compare a checksum of every tensor before they load any. `auto`: on for `file`,
-    and for `rdma` and `collective` of CPU memory. A lock protects shared memory; GPU memory would
-    have to be copied to compute a checksum."""
+    """Generators compare a checksum of every tensor before they load any. `auto`: on for `file` and
+    `relay`, and for `rdma` and `collective` of CPU memory. A lock protects shared memory; GPU
+    memory would have to be copied to compute a checksum."""
     check: bool = False
     """After every sync, compare each generator's logprobs on a prompt with the trainer's. Slow; use
     it to find out which of them is wrong."""

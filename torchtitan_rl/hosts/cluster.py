@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torchtitan_rl.config.cluster import ClusterConfig
 from torchtitan_rl.core.waiting import together
-from torchtitan_rl.hosts.host import THIS_HOST, Host, RemoteHost
+from torchtitan_rl.hosts.host import THIS_HOST, Host, RemoteHost, ThisHost
 from torchtitan_rl.hosts.launchers.launcher import Launcher, make_launcher
 from torchtitan_rl.hosts.link import Link, LinkThread
 from torchtitan_rl.hosts.messages import HostError
@@ -17,6 +17,38 @@ from torchtitan_rl.hosts.worker import split_address
 
 LOOK_SECONDS = 0.2
 """How often it is looked whether hosts have come."""
+
+
+def chosen_hosts(config: ClusterConfig, role: str, hosts: list[Host]) -> list[Host]:
+    """Those of the hosts that a role may have."""
+    chosen = config.roles.of(role)
+    if not chosen and role == "reference":
+        chosen = (0,)
+    if missing := [number for number in chosen if number >= len(hosts)]:
+        raise ValueError(
+            f"cluster.roles.{role} names host {missing[0]}, and the run has {len(hosts)}: they are "
+            "counted from 0"
+        )
+    return [hosts[number] for number in chosen] if chosen else hosts
+
+
+class PlannedHosts:
+    """Hosts of a run that are named and not connected: nothing is known of their machines."""
+
+    def __init__(self, config: ClusterConfig) -> None:
+        self._config = config
+        self._hosts: list[Host] = [PlannedHost(name) for name in config.hosts]
+
+    def hosts_of(self, role: str) -> list[Host]:
+        """The hosts of a role."""
+        return chosen_hosts(self._config, role, self._hosts)
+
+
+class PlannedHost(ThisHost):
+    """A host of which only the name is known."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
 
 
 class Cluster(AbstractAsyncContextManager["Cluster"]):
@@ -42,16 +74,7 @@ class Cluster(AbstractAsyncContextManager["Cluster"]):
 
     def hosts_of(self, role: str) -> list[Host]:
         """The hosts of a role."""
-        chosen = self._config.roles.of(role)
-        if not chosen and role == "reference":
-            chosen = (0,)
-        hosts = self.hosts
-        if missing := [number for number in chosen if number >= len(hosts)]:
-            raise ValueError(
-                f"cluster.roles.{role} names host {missing[0]}, and the run has {len(hosts)}: "
-                "they are counted from 0"
-            )
-        return [hosts[number] for number in chosen] if chosen else hosts
+        return chosen_hosts(self._config, role, self.hosts)
 
     @property
     def lost(self) -> list[RemoteHost]:

@@ -6,6 +6,7 @@ Both ends notice when the other is silent: a host whose network is cut closes no
 import asyncio
 import contextlib
 import json
+import os
 import socket
 from typing import Any
 
@@ -23,6 +24,16 @@ class HostError(TorchtitanRLError, RuntimeError):
 
 class ClosedError(HostError):
     """The connection with a host has ended."""
+
+
+def reason(error: OSError) -> str:
+    """Why a connection failed, in the system's words; asyncio has words of its own.
+
+    Example:
+        >>> reason(ConnectionRefusedError(111, "Connect call failed ('127.0.0.1', 1)"))
+        'Connection refused'
+    """
+    return os.strerror(error.errno) if error.errno else str(error)
 
 
 class Messages:
@@ -45,7 +56,7 @@ class Messages:
         except TimeoutError:
             raise ClosedError(f"no answer within {seconds:g} s") from None
         except OSError as error:
-            raise ClosedError(error.strerror or str(error)) from error
+            raise ClosedError(reason(error)) from error
 
     @property
     def own_address(self) -> str:

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,16 +36,20 @@ from torchtitan_rl.hosts.messages import (
     ClosedError,
     HostError,
     Messages,
+    reason,
 )
 from torchtitan_rl.hosts.monarch_worker import READY, family_of
 from torchtitan_rl.hosts.secret import is_proof, new_number, proof
 from torchtitan_rl.platform.janitor import Janitor
+from torchtitan_rl.weight_sync.relay import Relay
 
 USUAL_PORT = 26600
 START_SECONDS = 60.0
 """How long Monarch's server may take to start on a busy machine."""
 LEAST_SILENCE = 2.0
 """Shortest silence, in seconds, after which a controller may be taken for gone."""
+MOST_FETCHES = 64
+"""Trainer ranks whose weights are received at once."""
 MOST_WAITING = 32
 """Connections that have not proved anything yet, at once."""
 
@@ -190,7 +195,9 @@ class Session:
         self._folder = Janitor(Path(tempfile.mkdtemp(prefix="torchtitan_rl-session-")))
         self._families: dict[int, Family] = {}
         self._server: asyncio.subprocess.Process | None = None
-        self._relay: Any = None
+        self._relay: Relay | None = None
+        # Threads of their own: one that waits for weights must not keep others from ending.
+        self._fetching = ThreadPoolExecutor(MOST_FETCHES, "fetch")
         self._listeners: list[socket.socket] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._calls: dict[str, Callable[..., Awaitable[Any]]] = {
@@ -263,7 +270,9 @@ class Session:
             listener.close()
         if self._relay is not None:
             await asyncio.to_thread(self._relay.close)
+        self._fetching.shutdown(wait=False, cancel_futures=True)
         self._folder.close()
+        await asyncio.to_thread(psutil.wait_procs, spared, timeout=REAP_SECONDS)
         await asyncio.to_thread(_collect_orphans)
         self._messages.abort()
 
@@ -316,7 +325,7 @@ class Session:
         except TimeoutError:
             return f"no answer within {within:g} s"
         except OSError as error:
-            return error.strerror or str(error)
+            return reason(error)
         writer.close()
         return ""
 
@@ -373,15 +382,16 @@ class Session:
     async def _start_relay(self) -> dict[str, Any]:
         """Where other hosts fetch weights from this one."""
         if self._relay is None:
-            from torchtitan_rl.weight_sync.relay import Relay
-
             self._relay = Relay(self._address)
-        return dict(self._relay.location)
+        return self._relay.location
 
-    async def _fetch(self, *, order: dict[str, Any]) -> list[int]:
+    async def _fetch(self, *, order: dict[str, Any]) -> dict[str, Any]:
         """Where on this host the weights are that an order names, when they have come."""
         await self._start_relay()
-        return list(await asyncio.to_thread(self._relay.fetch, order))
+        assert self._relay is not None
+        return await asyncio.get_running_loop().run_in_executor(
+            self._fetching, self._relay.answer, order
+        )
 
     def _inside(self, name: str) -> Path:
         """A path in this session's folder; raises HostError if it leaves it."""

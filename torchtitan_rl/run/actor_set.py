@@ -11,6 +11,7 @@ from torchtitan_rl.hosts.host import Host
 from torchtitan_rl.observability.run_folder import RunFolder
 from torchtitan_rl.observability.timeline import Timeline
 from torchtitan_rl.platform import DeviceType, device_type
+from torchtitan_rl.run.host_weights import HostWeights
 from torchtitan_rl.run.placements import place_actors
 from torchtitan_rl.run.starting_model import model_folder
 from torchtitan_rl.supervision.environments import Environments
@@ -62,6 +63,7 @@ class ActorSet:
             config.generator.replicas,
             deadline_seconds=deadline,
             ready=lambda number: _ready(self._placements.generators[number].hosts),
+            bring=HostWeights(self._placements).bring,
             timeline=timeline,
         )
         self.graders = Graders(

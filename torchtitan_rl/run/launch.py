@@ -18,7 +18,8 @@ from torchtitan_rl.config import RunConfig
 from torchtitan_rl.config.models import SMOLLM2_FOLDER
 from torchtitan_rl.config.resume import fixed_settings, free_settings
 from torchtitan_rl.core.waiting import Interrupted
-from torchtitan_rl.hosts.cluster import Cluster
+from torchtitan_rl.hosts.cluster import Cluster, PlannedHosts
+from torchtitan_rl.hosts.launchers.launcher import chosen_launcher
 from torchtitan_rl.hosts.link import HostLostError
 from torchtitan_rl.models.makers import smollm2
 from torchtitan_rl.models.makers.tiny import write_tiny_model
@@ -30,6 +31,7 @@ from torchtitan_rl.run.controller import Controller
 from torchtitan_rl.run.dry_run import dry_run
 from torchtitan_rl.run.fork import resolve_fork
 from torchtitan_rl.run.grace import grace_seconds
+from torchtitan_rl.run.placements import place_actors
 from torchtitan_rl.run.starting_model import model_folder
 from torchtitan_rl.run.warm_start import check_demonstrations, ensure_starting_model
 from torchtitan_rl.supervision.calls import HostGoneError
@@ -52,6 +54,8 @@ def launch(config: RunConfig, *, dry: bool = False) -> int:
         check(config)
         if not dry and finished(config):
             return 0
+        if dry and chosen_launcher(config.cluster) != "here":
+            return show_hosts(config)
         adopt_orphans()
         return launch_dry_run(config) if dry else launch_run(config, lock)
     except ValueError as error:
@@ -109,6 +113,23 @@ def saved_traceback(folder: Path) -> str:
     except OSError:
         return ""
     return f"logs: {log.parent}; "
+
+
+def show_hosts(config: RunConfig) -> int:
+    """Print what a run on several hosts would start, and where; nothing is started."""
+    cluster = Cluster(config.cluster, run=config.run_name)
+    for line in cluster.describe():
+        console.print(line, markup=False)
+    if config.cluster.hosts:
+        for line in place_actors(config, PlannedHosts(config.cluster)).describe():
+            console.print(line, markup=False)
+    else:
+        console.print("actors are placed when the hosts are known", markup=False)
+    console.print(
+        "nothing was started; to sample a prompt of each task on this host, leave the hosts out",
+        markup=False,
+    )
+    return 0
 
 
 def launch_dry_run(config: RunConfig) -> int:

@@ -2,11 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from torchtitan_rl.config.run import RunConfig
-from torchtitan_rl.hosts.cluster import Cluster
 from torchtitan_rl.hosts.host import Host
 from torchtitan_rl.supervision.placement import Placement
+
+
+class HasHosts(Protocol):
+    """Hosts to place actors on, connected or not."""
+
+    def hosts_of(self, role: str) -> list[Host]:
+        """The hosts of a role."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +52,7 @@ def describe(placement: Placement) -> str:
     return f"{processes} {on}{seen}"
 
 
-def place_actors(config: RunConfig, cluster: Cluster) -> Placements:
+def place_actors(config: RunConfig, cluster: HasHosts) -> Placements:
     """Give each actor its hosts, and there GPUs of its own, in the order trainer, generators,
     reference; or the same to all, if they are colocated."""
     roles, taken = config.cluster.roles, Taken()

@@ -18,6 +18,7 @@ from torchtitan_rl.config.sampling import SamplingConfig
 from torchtitan_rl.core.errors import TorchtitanRLError, describe_error
 from torchtitan_rl.core.types import Completion
 from torchtitan_rl.core.waiting import together
+from torchtitan_rl.hosts.link import HostLostError
 from torchtitan_rl.observability.timeline import Timeline
 from torchtitan_rl.supervision.dispatch import RETRY_ELSEWHERE, Dispatcher, Router, Work
 from torchtitan_rl.supervision.pool import (
@@ -30,6 +31,16 @@ from torchtitan_rl.supervision.pool import (
     is_death,
 )
 from torchtitan_rl.weight_sync.handle import WeightHandle
+
+Bring = Callable[[WeightHandle | None, Sequence[int]], Awaitable[dict[int, WeightHandle | None]]]
+"""Brings weights to the hosts of the generators with these numbers; returns the handle as each can
+open it, and nothing for one whose host is lost."""
+
+
+async def _as_it_is(
+    handle: WeightHandle | None, numbers: Sequence[int]
+) -> dict[int, WeightHandle | None]:
+    return dict.fromkeys(numbers, handle)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +79,7 @@ class Generators:
         deadline_seconds: float = 1800.0,
         most_deaths_in_a_row: int = 5,
         ready: Ready | None = None,
+        bring: Bring | None = None,
         timeline: Timeline | None = None,
     ) -> None:
         self.pool = ActorPool(
@@ -92,6 +104,7 @@ class Generators:
             abandon=_cancel,
             router=self.router,
         )
+        self._bring = bring or _as_it_is
         self._handle: WeightHandle | None = None
         self.state: Literal["awake", "asleep"] = "awake"
         """Asleep, they have given the memory of weights and KV cache back."""
@@ -155,7 +168,7 @@ class Generators:
         self._handle = handle
         self.router.forget()  # cached prefixes go with the weights they were computed with
         if self.state == "awake":
-            await self._on_each("pull weights", partial(_pull_weights, handle))
+            await self._on_each_with_weights("pull weights", _pull_weights)
 
     # ---- sleeping -----------------------------------------------------------------------------
 
@@ -172,7 +185,7 @@ class Generators:
     async def wake(self) -> None:
         """Have all generators serve the newest weights again; dead ones are replaced now."""
         self.router.forget()
-        await self._on_each("wake", partial(_wake, self._handle))
+        await self._on_each_with_weights("wake", _wake)
         self.state = "awake"
         self.pool.allow_starts()
 
@@ -194,12 +207,29 @@ class Generators:
         returned = await together(*(on_one(replica) for replica in self.pool.alive))
         return [one for ones in returned for one in ones]
 
-    async def _bring_weights(self, call: CallJoining) -> None:
+    async def _on_each_with_weights(
+        self, what: str, call: Callable[[WeightHandle | None, Any], Awaitable[Any]]
+    ) -> None:
+        """Make a call of each generator that takes the newest weights."""
+        alive = self.pool.alive
+        handles = await self._bring(self._handle, [replica.number for replica in alive])
+
+        async def on_one(replica: Replica) -> None:
+            if replica.number in handles:  # else its host is lost
+                with contextlib.suppress(ReplicaDiedError):
+                    await self.pool.call(replica, what, partial(call, handles[replica.number]))
+
+        await together(*map(on_one, alive))
+
+    async def _bring_weights(self, number: int, call: CallJoining) -> None:
         """Have a generator that is to join serve the current weights."""
         served = None
         while served is not (handle := self._handle):  # weights may be published while it pulls
             try:
-                await call("pull weights", partial(_pull_weights, handle))
+                here = await self._bring(handle, [number])
+                if number not in here:
+                    raise HostLostError("the host of a generator was lost as weights came to it")
+                await call("pull weights", partial(_pull_weights, here[number]))
                 served = handle
             except Exception as error:
                 # They may have been overwritten by newer ones just before it read them.

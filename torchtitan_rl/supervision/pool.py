@@ -67,7 +67,8 @@ Ready = Callable[[int], Awaitable[None]]
 """Returns when the hosts of the replica with this number are there."""
 CallJoining = Callable[[str, Callable[[Any], Awaitable[Any]]], Awaitable[Any]]
 """Calls an actor that has not joined yet: what for, and the call, given the actor."""
-OnJoin = Callable[[CallJoining], Awaitable[None]]
+OnJoin = Callable[[int, CallJoining], Awaitable[None]]
+"""Prepares a new actor of the replica with this number."""
 
 
 @dataclass(slots=True)
@@ -320,7 +321,7 @@ class ActorPool:
         await self._wait_to_start(replica)
         spawned = await self._wait(replica, "start", self._spawned(replica))
         if self._on_join is not None:
-            await self._on_join(partial(self._call_joining, replica, spawned))
+            await self._on_join(replica.number, partial(self._call_joining, replica, spawned))
         # Nothing is awaited between the end of `on_join` and this: what that looked at last, such
         # as which weights are the newest, is still so.
         if not self._stopping:

@@ -18,7 +18,7 @@ from torchtitan_rl.core.errors import TorchtitanRLError
 if TYPE_CHECKING:  # a simulated generator takes handles, and starts sooner without torch
     import torch
 
-Transport = Literal["shm", "rdma", "file", "collective"]
+Transport = Literal["shm", "relay", "rdma", "file", "collective"]
 Shape = tuple[int, ...]
 _MOST_SHOWN = 8
 """Most boxes that a message lists."""
@@ -109,6 +109,12 @@ class Part:
             pickled = pickle.dumps(self.slots), pickle.dumps((self.changed, self.checksums))
             object.__setattr__(self, "_pickled", pickled)
         return _unpickled, (self.publisher, self.number, self.location, *self._pickled)
+
+    def at(self, location: Any) -> "Part":
+        """A copy of this part elsewhere; what was pickled of it is kept."""
+        part = replace(self, location=location)
+        object.__setattr__(part, "_pickled", self._pickled)
+        return part
 
     def changed_since(self, number: int) -> list[Slot]:
         """Slots whose bytes have changed after publication `number`."""

@@ -22,7 +22,8 @@ from torchtitan_rl.weight_sync.handle import (
     WeightHandle,
     WeightSyncError,
 )
-from torchtitan_rl.weight_sync.shm import WRITING, ShmBuffer
+from torchtitan_rl.weight_sync.memory_file import WRITING
+from torchtitan_rl.weight_sync.shm import ShmBuffer
 
 _NOTHING = -1
 _BLOCK = 16 << 20

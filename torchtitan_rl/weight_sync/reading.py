@@ -66,7 +66,8 @@ def open_snapshot(handle: WeightHandle, wanted: Wanted | None = None) -> "OpenSn
     if handle.transport == "collective":
         return OpenSnapshot(handle, _received(handle, wanted or Wanted()))
     make: Callable[[Part, int], PartReader]
-    make = ShmReader if handle.transport == "shm" else FileReader
+    # The bytes of `relay` are in shared memory: the trainer's, or what `spread` has made of it.
+    make = FileReader if handle.transport == "file" else ShmReader
     readers: list[PartReader] = []
     try:
         for part in handle.parts:

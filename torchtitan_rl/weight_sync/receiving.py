@@ -33,6 +33,7 @@ from torchtitan_rl.weight_sync.handle import (
     WeightSyncError,
     WrongWeightsError,
 )
+from torchtitan_rl.weight_sync.memory_file import ShmLocation
 from torchtitan_rl.weight_sync.pair import (
     READER,
     LinkError,
@@ -41,7 +42,7 @@ from torchtitan_rl.weight_sync.pair import (
     join,
     transfer,
 )
-from torchtitan_rl.weight_sync.shm import ShmBuffer, ShmLocation, ShmReader
+from torchtitan_rl.weight_sync.shm import ShmBuffer, ShmReader
 from torchtitan_rl.weight_sync.side_stream import SideStream
 
 

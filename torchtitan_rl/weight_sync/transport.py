@@ -35,7 +35,9 @@ def check_folder(config: WeightSyncConfig) -> None:
 def wants_checksums(config: WeightSyncConfig, transport: Transport, device: str) -> bool:
     """Whether a publisher computes a checksum of every tensor."""
     if config.checksums == "auto":
-        return transport == "file" or (transport in ("rdma", "collective") and device == "cpu")
+        # A relay copies from host memory, wherever the weights are.
+        copied = transport in ("relay", "file")
+        return copied or (transport in ("rdma", "collective") and device == "cpu")
     return config.checksums == "on"
 
 
@@ -64,17 +66,19 @@ def choose_transport(config: WeightSyncConfig, ends: Ends) -> tuple[Transport, s
     if config.transport in ("shm", "collective") and hosts > 1:
         raise ValueError(
             f"trainer.weight_sync.transport is {config.transport}, but the actors are on {hosts} "
-            "hosts: use rdma, file or auto"
+            "hosts: use relay, rdma, file or auto"
         )
     chosen = config.transport
     if chosen == "auto" and hosts > 1:
-        chosen = "rdma"
+        chosen = "relay"
     elif chosen == "auto":
         # On GPUs that they share, the trainer gives its memory back while generators work.
         apart = ends.device == "cuda" and not ends.shared_gpus
         chosen = "collective" if apart else "shm"
     if chosen == "shm":
         return chosen, f"weights go through shared memory: {_why_shared_memory(ends)}"
+    if chosen == "relay":
+        return chosen, f"weights go {_relay_way(ends)}"
     if chosen == "file":
         return chosen, "weights go through files, as trainer.weight_sync.transport says"
     if chosen == "collective":
@@ -84,7 +88,7 @@ def choose_transport(config: WeightSyncConfig, ends: Ends) -> tuple[Transport, s
     backend = get_rdma_backend()
     if backend == "none":
         raise ValueError(
-            "trainer.weight_sync.transport is rdma, which Monarch cannot do here: use shm or file"
+            "trainer.weight_sync.transport is rdma, which Monarch cannot do here: use relay or file"
         )
     if backend == "tcp":
         return chosen, "warning: weights go over TCP: there is no RDMA card (ibverbs) here"
@@ -114,6 +118,16 @@ def _collective_way(ends: Ends) -> str:
     return f"from GPU to GPU, by NCCL: {sent}"
 
 
+def _relay_way(ends: Ends) -> str:
+    """How `relay` moves weights between these ends, in a few words."""
+    if len(ends.hosts) == 1:
+        return "through shared memory: all actors are on one host, and relay is between hosts"
+    return (
+        f"from host to host over TCP: each of the {len(ends.hosts)} hosts has one copy in "
+        "shared memory, and hands it on to the next"
+    )
+
+
 def make_publisher(
     transport: Transport,
     *,
@@ -126,10 +140,10 @@ def make_publisher(
     is where the weights are."""
     at = torch.device(device)
     options: dict[str, Any] = {"checksums": checksums, "threads": threads, "device": at}
-    if transport == "shm":
+    if transport in ("shm", "relay"):  # other hosts take a copy of it
         from torchtitan_rl.weight_sync.shm import ShmBuffer
 
-        return Publisher("shm", ShmBuffer, **options)
+        return Publisher(transport, ShmBuffer, **options)
     if transport == "file":
         from torchtitan_rl.platform.janitor import Janitor
         from torchtitan_rl.weight_sync.file import FileBuffer
