@@ -21,7 +21,6 @@ SMALL = (
     *("--task.answer", "([0-9]+)", "--evaluation.prompts", "32", "--prompts_per_step", "16"),
     *("--trainer.threads", "1", "--generator.threads", "1"),
     *("--cluster.roles.trainer", "0", "--cluster.roles.generator", "1"),
-    *("--trainer.weight_sync.transport", "file"),
 )
 PATIENCE = 100.0
 

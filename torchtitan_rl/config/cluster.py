@@ -35,8 +35,7 @@ class RolesConfig:
 
 @dataclass(kw_only=True, slots=True)
 class SlurmConfig:
-    """What Slurm is asked for, under the names of sbatch's options. Empty and 0: what the cluster
-    gives by default."""
+    """What Slurm is asked for, under the names of sbatch's options; nothing if empty or 0."""
 
     nodes: int = 0
     """Nodes to ask for. 0: the job is not submitted, but uses the allocation that it runs in."""
