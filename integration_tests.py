@@ -22,7 +22,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from tests.hosts import slurm_runs
+from tests.hosts import slurm_runs, trainings
 from torchtitan_rl.algorithms.policy_loss import LOSSES
 from torchtitan_rl.core.plugins import nearest
 from torchtitan_rl.models.makers.tiny import write_tiny_model
@@ -190,9 +190,18 @@ SUITES: dict[str, tuple[Flavor, ...]] = {
             mismatch=0.5,
         ),
     ),
-    "launchers": tuple(
-        Flavor(f"slurm_{name}", says, (), instead=check)
-        for name, says, check in slurm_runs.checks()
+    "launchers": (
+        Flavor(
+            "slurm_training",
+            "submitted, preempted, resumed",
+            (),
+            instead=trainings.on_slurm,
+        ),
+        Flavor("ssh_training", "workers started by ssh", (), instead=trainings.by_ssh),
+        *(
+            Flavor(f"slurm_{name}", says, (), instead=case)
+            for name, says, case in slurm_runs.checks()
+        ),
     ),
 }
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan_rl.cli.main import main
+from torchtitan_rl.cli.submit import for_the_job
 from torchtitan_rl.config.cluster import SlurmConfig
 from torchtitan_rl.hosts.launchers.slurm import (
     SlurmNode,
@@ -321,3 +323,48 @@ def test_submitting_a_run_makes_the_folder_of_its_log(tmp_path, monkeypatch):
 def test_what_srun_says_of_a_worker_is_why_it_is_gone(line, gone):
     found = {i for i in range(3) if why_task_gone(["srun: a", line], i, f"n{i + 1}")}
     assert found == gone
+
+
+# ---- the training command -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ("--config mine", "--config mine"),
+        ("--run_name a --config mine --resume", "--config mine"),
+        (
+            "--config mine --output_dir=/o --run_name=a --dry_run --steps 3",
+            "--config mine --steps 3",
+        ),
+    ],
+)
+def test_the_job_trains_as_the_command_that_submits_it(given, kept):
+    assert for_the_job(given.split()) == [*kept.split(), "--cluster.slurm.nodes", "0"]
+
+
+ASKED = ("--cluster.launcher", "slurm", "--cluster.slurm.nodes", "4")
+RUN = ("train", "--config", "grpo_sum_digits_tiny", "--run_name", "first", *ASKED)
+
+
+def test_the_training_command_submits_itself(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main([*RUN, "--steps", "7", "--dry_run"]) == 0
+    script = capsys.readouterr().out
+    assert "#SBATCH --nodes=4\n" in script
+    assert "arguments=(--config grpo_sum_digits_tiny --cluster.launcher slurm" in script
+    assert not (tmp_path / "outputs").exists()
+    stand_in(tmp_path, "sbatch", f"cat > {tmp_path}/given; echo 3")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert main([*RUN, "--steps", "7"]) == 0
+    assert (tmp_path / "given").read_text() == script
+    log = tmp_path / "outputs" / "first" / "slurm.log"
+    assert capsys.readouterr().out == f"submitted job 3; its output: {log}; `scancel 3` ends it\n"
+
+
+def test_what_sbatch_refuses_is_an_error_of_the_training_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    stand_in(tmp_path, "sbatch", "echo 'sbatch: error: no such account' >&2; exit 1")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert main([*RUN]) == 2
+    assert "sbatch: error: no such account" in capsys.readouterr().err

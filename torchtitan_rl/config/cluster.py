@@ -35,7 +35,7 @@ class RolesConfig:
 
 @dataclass(kw_only=True, slots=True)
 class SlurmConfig:
-    """What Slurm is asked for, under the names of sbatch's options."""
+    """What Slurm is asked for, under the names of sbatch's options; nothing if empty or 0."""
 
     nodes: int = 0
     """Nodes to ask for. 0: the job is not submitted, but uses the allocation that it runs in."""
@@ -97,14 +97,12 @@ class ClusterConfig:
     """File with the secret that workers ask for. Empty: the variable TORCHTITAN_RL_SECRET, or
     ~/.config/torchtitan_rl/secret."""
     roles: RolesConfig = field(default_factory=RolesConfig)
-    """Which hosts each kind of actor lives on."""
     silence_seconds: float = 15.0
     """A host that has said nothing for so long is lost: its work is done elsewhere, and the
     processes on it end."""
     wait_seconds: float = 600.0
     """How long to wait for hosts: at the start, and when the trainer's are lost."""
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
-    """What Slurm is asked for. Empty and 0: what the cluster gives by default."""
 
     def __post_init__(self) -> None:
         if len(set(self.hosts)) < len(self.hosts):
