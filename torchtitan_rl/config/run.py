@@ -155,11 +155,11 @@ class RunConfig:
                 "max_offpolicy_steps to 0, or placement to separate"
             )
         transport = self.trainer.weight_sync.transport
-        if transport not in ("auto", "shm", "file"):
+        if transport not in ("auto", "shm", "relay", "file"):
             raise ValueError(
                 f"placement is colocated, and trainer.weight_sync.transport is {transport}: "
                 "weights must lie in host memory while trainer and generators change; use auto, "
-                "shm or file"
+                "shm, relay or file"
             )
 
     @property

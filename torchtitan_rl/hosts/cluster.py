@@ -165,13 +165,6 @@ class Cluster(AbstractAsyncContextManager["Cluster"]):
                 f"{', '.join(missing)}: put it on a file system that all hosts share (--output_dir)"
             )
 
-    async def model_on(self, host: Host, folder: Path) -> str:
-        """Path of the model for a generator on a host. Where the folder is not there, what a
-        generator needs of it besides weights is sent; those come from the trainer."""
-        if not isinstance(host, RemoteHost) or await host.has_files_of(folder):
-            return str(folder)
-        return await host.send_small_files(folder)
-
     async def check_model(self, hosts: Sequence[Host], folder: Path, who: str) -> None:
         """Refuse hosts that have not the model that they are to load weights from."""
         remote = [host for host in hosts if isinstance(host, RemoteHost)]

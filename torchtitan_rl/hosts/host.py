@@ -270,14 +270,15 @@ class RemoteHost:
         here = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
         return bool(here) and here.items() <= there.items()
 
-    async def send_small_files(self, folder: Path) -> str:
-        """Send the files of a folder, except weights; returns the path of the copy. The worker
-        removes it when the run ends."""
+    async def send_small_files(self, folder: Path, **others: bytes) -> str:
+        """Send the files of a folder, except weights, and others, by name; returns the path of the
+        copy. The worker removes it when the run ends."""
+        small = (p for p in folder.iterdir() if p.is_file() and p.suffix not in LARGE_FILES)
+        files = {path.name: path.read_bytes() for path in small} | others
         own, at = f"model-{next(self._families)}-{folder.name}", ""
-        for path in sorted(folder.iterdir()):
-            if path.is_file() and path.suffix not in LARGE_FILES:
-                data = base64.b64encode(path.read_bytes()).decode()
-                at = await self.ask("write_file", folder=own, name=path.name, data=data)
+        for name, content in files.items():
+            data = base64.b64encode(content).decode()
+            at = await self.ask("write_file", folder=own, name=name, data=data)
         return at
 
     def _on_change(self) -> None:

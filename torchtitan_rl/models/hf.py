@@ -113,9 +113,22 @@ def architecture_of(config: dict[str, Any], path: str | Path = "config.json") ->
     )
 
 
+SHAPES_FILE = "tensor_shapes.json"
+"""What stands for the weights in a folder of a host that gets them from the trainer."""
+
+
+def has_weights(folder: str | Path) -> bool:
+    """Whether an HF folder has weights; else an engine gets them from a trainer."""
+    return any(Path(folder).glob("*.safetensors"))
+
+
 def tensor_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
-    """The shapes of all tensors in an HF folder's safetensors files, by name."""
+    """The shapes of all tensors of an HF folder, by name: from its safetensors files, or from what
+    stands for them."""
     files = sorted(Path(folder).glob("*.safetensors"))
+    instead = Path(folder) / SHAPES_FILE
+    if not files and instead.is_file():
+        return {name: tuple(shape) for name, shape in json.loads(instead.read_text()).items()}
     if not files:
         raise ModelFolderError(f"no *.safetensors file in {str(folder)!r}")
     shapes = {}

@@ -1,13 +1,15 @@
 """The actors of a run: who is there, on which hosts and GPUs, with which logs."""
 
 import asyncio
+import json
 import shutil
 from collections.abc import Sequence
 
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.core.waiting import together
 from torchtitan_rl.hosts.cluster import Cluster
-from torchtitan_rl.hosts.host import Host
+from torchtitan_rl.hosts.host import Host, RemoteHost
+from torchtitan_rl.models.hf import SHAPES_FILE, tensor_shapes
 from torchtitan_rl.observability.run_folder import RunFolder
 from torchtitan_rl.observability.timeline import Timeline
 from torchtitan_rl.platform import DeviceType, device_type
@@ -190,11 +192,19 @@ class ActorSet:
         config, placement = self._config, self._placements.generators[number]
         return await spawn_generator(
             config.generator,
-            model=await self._cluster.model_on(placement.hosts[0], self._model),
+            model=await self._model_on(placement.hosts[0]),
             seed=config.seed,
             placement=placement,
             log_file=self._folder.log_file(f"generator-{number}" if number else "generator"),
         )
+
+    async def _model_on(self, host: Host) -> str:
+        """Path of the model for a generator on a host. Where the folder is not there, what a
+        generator needs of it besides weights is sent; those come from the trainer."""
+        if not isinstance(host, RemoteHost) or await host.has_files_of(self._model):
+            return str(self._model)
+        shapes = json.dumps(tensor_shapes(self._model)).encode()
+        return await host.send_small_files(self._model, **{SHAPES_FILE: shapes})
 
     async def _spawn_grader(self, _number: int) -> Spawned:
         config, log_file = self._config, self._folder.log_file("grader")

@@ -3,8 +3,10 @@ transformers; called where vLLM may be imported."""
 
 import json
 import os
+import shutil
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -12,7 +14,8 @@ from transformers import AutoModelForCausalLM
 from tests.engines.vllm.changing_weights import GROWN, PROMPT
 from tests.support import small_engine
 from torchtitan_rl.config import SamplingConfig
-from torchtitan_rl.engines.vllm.engine import Engine
+from torchtitan_rl.engines.vllm.engine import Engine, NoWeightsError
+from torchtitan_rl.models.hf import SHAPES_FILE, tensor_shapes
 from torchtitan_rl.platform.switches import VARIABLE
 from torchtitan_rl.weight_sync.handle import Shard, merge_handles, whole_tensors
 from torchtitan_rl.weight_sync.transport import make_publisher
@@ -162,11 +165,23 @@ async def check_a_model_that_changes_weights_as_it_loads_them(served, folder):
     inside.load_weights = load_weights
 
 
-async def write_generated(served, folder):
+def copy_without_weights(folder):
+    """A copy of a model's folder as a host has it that gets weights from the trainer."""
+    copy = f"{folder}-without-weights"
+    shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("*.safetensors"))
+    (Path(copy) / SHAPES_FILE).write_text(json.dumps(tensor_shapes(folder)))
+    return copy
+
+
+async def write_generated(served, folder, *, without_weights=False):
     """Write what an engine samples with a folder's weights, and with weights that it pulls, GROWN
-    times as large."""
-    made, publisher = [await served.sample()], make_publisher("shm")
-    tensors = load_file(Path(folder) / "model.safetensors")
+    times as large. `without_weights`: it has pulled also the first."""
+    publisher, tensors = make_publisher("shm"), load_file(Path(folder) / "model.safetensors")
+    if without_weights:
+        with pytest.raises(NoWeightsError, match=r"has no weights: `pull_weights`"):
+            await served.sample()
+        await served.engine.pull_weights(publisher.publish(whole_tensors(tensors.items()), 0))
+    made = [await served.sample()]
     grown = [(name, GROWN * tensor) for name, tensor in tensors.items()]
     await served.engine.pull_weights(publisher.publish(whole_tensors(grown), 1))
     made.append(await served.sample())
@@ -177,9 +192,10 @@ async def write_generated(served, folder):
 async def check_direct_loads(folders, others):
     """Check direct loading for each kind of model that it supports; write what these models and
     others generate."""
-    for folder in others:
-        served = Served(folder)
-        await write_generated(served, folder)
+    for number, folder in enumerate(others):
+        bare = number == 0
+        served = Served(copy_without_weights(folder) if bare else folder)
+        await write_generated(served, folder, without_weights=bare)
         served.engine.close()
     for folder in folders:
         served = Served(folder)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torchtitan_rl.config.generator import EngineConfig
 from torchtitan_rl.engines.vllm.routing import engine_options
-from torchtitan_rl.models.hf import tensor_shapes
+from torchtitan_rl.models.hf import has_weights, tensor_shapes
 from torchtitan_rl.platform import device_type, release_freed_memory, resolve_dtype
 from torchtitan_rl.platform.nvml import read_driver
 
@@ -40,6 +40,7 @@ def engine_args(model: str, config: EngineConfig, tensor_parallel: int) -> Any:
 
     return EngineArgs(
         model=model,
+        load_format="auto" if has_weights(model) else "dummy",
         dtype=resolve_dtype(config.dtype),
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,

@@ -21,7 +21,7 @@ from torchtitan_rl.core.seeds import sample_seed
 from torchtitan_rl.core.types import Completion, Prompt
 from torchtitan_rl.engines.vllm.build import build_llm_engine
 from torchtitan_rl.engines.vllm.routing import RoutingSource, make_routing_source
-from torchtitan_rl.models.hf import tensor_shapes
+from torchtitan_rl.models.hf import has_weights, tensor_shapes
 from torchtitan_rl.weight_sync.handle import WeightHandle
 from torchtitan_rl.weight_sync.reading import check_model
 
@@ -36,6 +36,10 @@ class PromptError(TorchtitanRLError, ValueError):
 
 class EngineDiedError(ActorBrokenError):
     """The engine failed in a step; every request in flight failed with it."""
+
+
+class NoWeightsError(TorchtitanRLError, RuntimeError):
+    """The engine was started without weights, and none have come yet."""
 
 
 class EngineAsleepError(TorchtitanRLError, RuntimeError):
@@ -216,6 +220,7 @@ class Engine:
             self._engine = build_llm_engine(self._model, self._config, self._tensor_parallel)
             self._tokenizer = self._engine.get_tokenizer()
             self._tensors = tensor_shapes(self._model)
+            self._has_weights = has_weights(self._model)
             self._tied = self._engine.model_config.hf_config.tie_word_embeddings
             if self._config.return_routed_experts:
                 self._routing = make_routing_source(self._engine, self._model)
@@ -270,6 +275,10 @@ class Engine:
         from vllm.exceptions import VLLMValidationError
 
         self._check_awake()
+        if not self._has_weights:
+            raise NoWeightsError(
+                f"{self._model} has no weights: `pull_weights` with a handle of the trainer's"
+            )
         try:
             together = zip(prompts, samplings, group_ids, first_samples, strict=True)
             for prompt_idx, (prompt, sampling, group_id, first) in enumerate(together):
@@ -392,7 +401,7 @@ class Engine:
             self._engine.collective_rpc("load_staged")
             # Cached prefixes and the KV of running requests were computed with the old weights.
             self._engine.reset_prefix_cache(reset_running_requests=True)
-        self.policy_version = handle.version
+        self.policy_version, self._has_weights = handle.version, True
         # vLLM 0.32: the scheduler, in this process, has every request that is not finished.
         unfinished = self._engine.engine_core.engine_core.scheduler.requests
         for slot in self._slots.values():
@@ -450,7 +459,7 @@ class Engine:
             self._engine.collective_rpc("load_staged")
             # The cache last: loading needs memory beside the weights.
             self._engine.wake_up(["kv_cache"])
-        self.policy_version = handle.version
+        self.policy_version, self._has_weights = handle.version, True
         self.state = "awake"
 
     def _check_awake(self) -> None:
