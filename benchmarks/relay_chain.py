@@ -56,6 +56,8 @@ async def timed(sync: Sync, count: int, *, limit: bool = True) -> tuple[float, f
             await sync(handle, home, others)
             seconds.append(time.perf_counter() - started)
             copies.append((home.sent() - before) / (SLOTS * SLOT))
+        for host in hosts:
+            host.close()
     return statistics.median(seconds[WARM_UP:]), max(copies[WARM_UP:])
 
 

@@ -22,7 +22,7 @@ KEPT = {
 }
 FREE = {
     *("placement", "generator.engine.can_sleep"),
-    *("steps", "evaluation.*", "checkpoint.*", "log.*", "supervision.*"),
+    *("steps", "evaluation.*", "checkpoint.*", "cluster.*", "log.*", "supervision.*"),
     *("trainer.optimizer.lr", "trainer.optimizer.weight_decay", "trainer.lr_scheduler.*"),
     *("trainer.max_grad_norm", "generator.sampling.n"),
     *("rollout.timeout_seconds", "rollout.grader.*", "rollout.environment.concurrent_calls"),

@@ -177,6 +177,8 @@ class Machine:
         self.thaw()  # a stopped nsenter would not bury its command
         send(self.init, signal.SIGKILL)
         self._holder.wait(PATIENCE)
+        if self._holder.stdout is not None:
+            self._holder.stdout.close()
         self._holder = None
         for process in self._started:
             process.wait(PATIENCE)
@@ -265,6 +267,8 @@ class Machines:
         if self._switch is not None:
             self._switch.kill()
             self._switch.wait(PATIENCE)
+            if self._switch.stdout is not None:
+                self._switch.stdout.close()
             self._switch = None
 
     def __iter__(self) -> Iterator[Machine]:

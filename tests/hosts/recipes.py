@@ -41,7 +41,7 @@ def faults() -> RunConfig:
     cluster = ClusterConfig(silence_seconds=2.0, wait_seconds=60.0)
     return replace(
         config,
-        steps=60,
+        steps=25,
         # What is trained must not depend on which generator sampled it, or when.
         generator=GeneratorConfig(
             backend="simulated",
@@ -51,6 +51,11 @@ def faults() -> RunConfig:
             engine=config.generator.engine,
         ),
         trainer=replace(config.trainer, parallelism=parallelism, loss=LossConfig(name="reinforce")),
-        checkpoint=CheckpointConfig(every=5, keep=1),
+        checkpoint=CheckpointConfig(every=5),
         cluster=replace(cluster, roles=replace(cluster.roles, trainer=(0,), generator=(1, 2))),
     )
+
+
+def undisturbed() -> RunConfig:
+    """The same run on one host."""
+    return replace(faults(), cluster=ClusterConfig())

@@ -176,8 +176,11 @@ def test_snapshots_are_where_the_transport_has_them(small):
     assert host["offloaded"] == pytest.approx(12 * traces.trainer.parameters, rel=0.01)
     assert possible == {"shm", "file"}
     apart = gpus(count=4, per_host=2)
-    assert placed(machine=apart)[:3] == ("rdma", [2 * half, None, None, None], {"received": whole})
-    assert placed(machine=apart)[3] == {"rdma", "file"}
+    relayed = placed(machine=apart)
+    assert relayed[:3] == ("relay", nowhere, {"snapshots": 2 * whole, "received": 2 * whole})
+    assert relayed[3] == {"relay", "rdma", "file"}
+    read = placed("--trainer.weight_sync.transport rdma", apart)
+    assert read[:3] == ("rdma", [2 * half, None, None, None], {"received": whole})
     with pytest.raises(ValueError, match="is collective, but the actors are on 2 hosts"):
         placed("--trainer.weight_sync.transport collective", apart)
 

@@ -69,7 +69,10 @@ def test_one_that_dies_asleep_is_replaced_when_the_others_wake():
         await asyncio.sleep(3 * DEADLINE)
         assert generators.pool.deaths.total == 1
         assert len(world.made) == 2
-        assert "generator 0: to be replaced, but not yet" in generators.pool.describe()
+        assert (
+            "generator 0: to be replaced when starts are allowed again"
+            in generators.pool.describe()
+        )
         world.trainers_turn = False
         await generators.pull(world.handle(2))
         await generators.wake()

@@ -1,6 +1,7 @@
 """Hosts of a relay for tests: a process on each machine, asked by lines of JSON, without torch."""
 
 import asyncio
+import contextlib
 import json
 import subprocess
 import sys
@@ -118,6 +119,11 @@ class Host:
             raise ConnectionError(f"{self.name} has gone")
         return json.loads(line)
 
+    def close(self) -> None:
+        """Close the pipes to its process, which then ends."""
+        close_pipes(self._process)
+        self._thread.shutdown(wait=False)
+
     async def fetch(self, order: dict[str, Any]) -> list[int]:
         async with self._turn:
             ask = partial(self.ask, "order", **order)
@@ -145,6 +151,12 @@ def start(machine: Any, command: list[Any]) -> Any:
     return machine.start(command, **pipes)
 
 
+def close_pipes(process: Any) -> None:
+    for pipe in (process.stdin, process.stdout):
+        with contextlib.suppress(BrokenPipeError):  # what was written last was not read
+            pipe.close()
+
+
 class Slow:
     """A source on a machine that stops in the middle."""
 
@@ -157,6 +169,9 @@ class Slow:
     def wait(self) -> None:
         """Wait until it has stopped."""
         assert self._process.stdout.readline()
+
+    def close(self) -> None:
+        close_pipes(self._process)
 
     def go_on(self) -> None:
         self._process.stdin.write("\n")

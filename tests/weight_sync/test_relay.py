@@ -44,6 +44,8 @@ def machines():
 def hosts(machines):
     started = [Host(machine, SECONDS) for machine in machines]
     yield [host.ready() for host in started]
+    for host in started:
+        host.close()
     for machine in machines:
         machine.kill()
         machine.boot()
@@ -109,6 +111,7 @@ async def test_bytes_are_handed_on_as_they_come_and_past_a_host_that_dies_meanwh
     others[1].machine.kill()
     slow.go_on()
     there = await reaching
+    slow.close()
     assert set(there.handles) == {others[0].name, others[2].name}
     [error] = there.errors.values()
     assert isinstance(error, ConnectionError)
@@ -127,6 +130,7 @@ async def test_a_network_that_is_cut_ends_a_transfer_in_time(hosts):
     cut = time.monotonic()
     there = await reaching
     trainer.machine.restore()
+    slow.close()
     # One host notices; one more is asked to try, and cannot connect.
     assert time.monotonic() - cut < 2 * SECONDS + 1
     assert set(there.errors) == {host.name for host in others}
@@ -232,7 +236,8 @@ async def test_what_is_sent_cannot_be_overwritten_until_it_has_arrived(relays, f
     assert not file.reopen()
     data = memoryview(bytearray(100_000))
     assert reader.receive_into(data) == 100_000
-    assert not file.reopen()  # it cannot know that yet
+    await asyncio.sleep(0.2)
+    assert not file.reopen()  # the relay cannot know that yet
     reader.acknowledge()
     until(file.reopen, "the file is given back")
 
@@ -276,6 +281,20 @@ async def test_a_copy_that_is_read_is_left_to_its_reader(relays, file):
     assert first.received == 100_000 + 3 * 10
 
 
+async def test_an_older_publication_takes_nothing_from_a_newer_copy(relays, file):
+    first, second = relays
+    older = MemoryFile(100_000)
+    for number, of in ((1, file), (3, file), (2, older), (4, older)):
+        until(of.reopen, "the file is given back")
+        of.map[HEADER_BYTES:] = bytes([number]) * 100_000
+        of.seal(number, number)
+        here = await asyncio.to_thread(first.fetch, order(of, second, number=number))
+        copy = locked(here, number)
+        assert data_of(copy) == bytes([number]) * 100_000
+        copy.close()
+    older.close()
+
+
 async def test_a_fetch_that_fails_leaves_the_newer_copy_and_nothing_of_its_own(relays, file):
     first, second = relays
     locations = []
@@ -308,6 +327,23 @@ async def test_a_relay_is_asked_before_it_has_its_own_order(relays, file):
     with pytest.raises(SourceError, match=r"127\.0\.0\.1.* no order for policy version 2 for 1 s"):
         await asyncio.to_thread(second.fetch, order(file, first, number=2, held=True))
     assert time.monotonic() - started < 2 * SECONDS
+
+
+async def test_who_waits_is_told_that_there_is_someone(relays, file):
+    """The second waits for longer than its deadline, and no host is silent for so long."""
+    first, second = relays
+    held = order(file, first, held=True)
+    later = asyncio.create_task(asyncio.to_thread(second.fetch, held))
+    await asyncio.sleep(0.7 * SECONDS)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        source = {"address": "127.0.0.1", "port": listener.getsockname()[1], "token": "x"}
+        asked = order(file, first, source={**source, "location": None})
+        fetching = asyncio.create_task(asyncio.to_thread(first.fetch, asked))
+        stream = Stream((await asyncio.to_thread(listener.accept))[0], SECONDS)
+        await asyncio.sleep(0.7 * SECONDS)
+        stream.send_file(file.fd, HEADER_BYTES, 100_000)
+        await asyncio.gather(fetching, later)
+        stream.close()
 
 
 async def test_who_waits_for_a_later_attempt_is_not_told_that_an_earlier_one_failed(relays, file):

@@ -154,8 +154,8 @@ CPU, GPUS = Ends(hosts=ONE), Ends(hosts=ONE, device="cuda", trainer_ranks=4)
     ("asked", "ends", "chosen", "said"),
     [
         ("auto", CPU, "shm", "one host, without GPUs"),
-        ("auto", Ends(hosts=TWO), "relay", "over TCP, as not every host has an RDMA card: each of"),
-        ("auto", Ends(hosts=TWO, rdma_cards=True), "rdma", "TCP: there is no RDMA card"),
+        ("auto", Ends(hosts=TWO), "relay", "over TCP: each of the 2 hosts has one"),
+        ("rdma", Ends(hosts=TWO), "rdma", "TCP: there is no RDMA card"),
         ("auto", GPUS, "collective", "by NCCL: each generator receives all of them from 4 trainer"),
         ("auto", replace(GPUS, hosts=TWO), "relay", "from host to host over TCP"),
         ("auto", replace(GPUS, tensor_parallel=2), "collective", "receives its slice of them"),
@@ -163,12 +163,6 @@ CPU, GPUS = Ends(hosts=ONE), Ends(hosts=ONE, device="cuda", trainer_ranks=4)
         ("shm", CPU, "shm", "one host"),
         ("shm", GPUS, "shm", "transport says so; collective goes from"),
         ("rdma", CPU, "rdma", "warning: weights go over TCP"),
-        (
-            "relay",
-            Ends(hosts=TWO, rdma_cards=True),
-            "relay",
-            "over TCP: each of the 2 hosts has one",
-        ),
         ("relay", CPU, "relay", "through shared memory: all actors are on one host"),
         ("file", Ends(hosts=TWO), "file", "through files"),
         ("collective", CPU, "collective", "by gloo: each generator receives all of them from 1"),

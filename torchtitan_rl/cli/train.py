@@ -121,7 +121,7 @@ def parse(arguments: Sequence[str], *, prog: str = PROGRAM) -> RunConfig | None:
 
 
 def lending_node(config: RunConfig) -> "Node | None":
-    """This process's place in a torchrun of which another one is the controller; None: there is no
+    """Place of this process in a torchrun of which another one is the controller; None: there is no
     torchrun, or this one is."""
     from torchtitan_rl.hosts.launchers.launcher import chosen_launcher
 

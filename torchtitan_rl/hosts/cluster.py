@@ -20,7 +20,7 @@ LOOK_SECONDS = 0.2
 
 
 def chosen_hosts(config: ClusterConfig, role: str, hosts: list[Host]) -> list[Host]:
-    """Those of the hosts that a role may have."""
+    """Hosts that a role may have, of all hosts of a run."""
     chosen = config.roles.of(role)
     if not chosen and role == "reference":
         chosen = (0,)

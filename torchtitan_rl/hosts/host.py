@@ -40,7 +40,7 @@ class HostProcesses(Protocol):
     """Processes of an actor on one host."""
 
     processes: list[psutil.Process]
-    """Those that are on this machine; empty for another host's."""
+    """Processes that are on this machine; empty for another host's."""
 
     @property
     def alive(self) -> bool:

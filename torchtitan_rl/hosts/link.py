@@ -45,7 +45,7 @@ class Session:
 
     @property
     def own_address(self) -> str:
-        """This machine's address, as the host reaches it."""
+        """Address of this machine, as the host reaches it."""
         return self.messages.own_address
 
 

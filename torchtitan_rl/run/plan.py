@@ -314,8 +314,11 @@ def _host_bytes(
 ) -> dict[str, int]:
     """What of the weights is in the memory of hosts, beside the processes' own."""
     found, trainer = {}, traces.trainer
-    if transport in ("shm", "file"):
+    if transport in ("shm", "relay", "file"):
         found["snapshots"] = 2 * trainer.parameters * traces.element
+    if transport == "relay":  # the two copies of each host with generators
+        hosts = len(machine.hosts(config.gpus[1]))
+        found["received"] = 2 * hosts * trainer.parameters * traces.element
     if transport == "rdma":  # each generator has a copy that its ranks read
         found["received"] = config.generator.replicas * trainer.parameters * traces.element
     if config.colocated and not machine.is_cpu:

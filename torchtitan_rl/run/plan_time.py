@@ -15,6 +15,8 @@ from torchtitan_rl.weight_sync.transport import Ends, choose_transport
 OVERLAPPED = ("_allgather_base_", "_reduce_scatter_base_")
 """Collectives of FSDP, which run beside the computation; it waits for all others."""
 TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
+RELAY_GBS = 3.0
+"""10⁹ bytes a second that a host hands on to the next by TCP; assumed."""
 HOST_GBS = 10.0
 """10⁹ bytes a second at which one process copies in the memory of its host."""
 
@@ -137,7 +139,11 @@ def generate_stage(
 
 def syncs(config: RunConfig, machine: PlannedMachine, traces: Traces) -> Iterator[Sync]:
     """Bytes of a sync of all weights by each transport that the run could use."""
+    trainer, generators, _ = config.gpus
+    apart = len(machine.hosts([*trainer, *generators])) > 1
     for transport in TRANSPORTS:
+        if transport == "relay" and not apart:  # there it is `shm`
+            continue
         settings = WeightSyncConfig(transport=transport)
         try:
             planned_transport(
@@ -164,5 +170,8 @@ def _sync(config: RunConfig, machine: PlannedMachine, traces: Traces, transport:
     if transport == "shm":
         seconds = to_host + whole / (HOST_GBS * 1e9) + from_host
         return Sync(transport, whole, whole * workers, seconds)
+    if transport == "relay":
+        network = whole / (min(RELAY_GBS, machine.per_host * gpu.network_gbs) * 1e9)
+        return Sync(transport, whole, whole * workers, to_host + network + from_host)
     network = whole * workers / (min(machine.per_host, workers) * gpu.network_gbs * 1e9)
     return Sync(transport, whole, whole * workers, to_host + network + from_host)

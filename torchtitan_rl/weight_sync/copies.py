@@ -102,6 +102,7 @@ class Copies:
         if older.users or older.size != size or not older.file.reopen():
             self._drop(older)  # who reads it goes on
             return Copy(MemoryFile(size), number, attempt), _NOTHING
+        older.data.release()
         held = older.number if older.number < number else _NOTHING
         return Copy(older.file, number, attempt), held
 

@@ -89,7 +89,8 @@ async def spread(
             await chain.run(max(0.0, end - time.monotonic()))
         return chain
 
-    chains = await together(*map(one, handle.parts, homes))
+    pairs = zip(handle.parts, homes, strict=True)
+    chains = await together(*(one(part, home) for part, home in pairs))
     result = Spread()
     for host in dict.fromkeys(hosts):
         errors = [chain.errors[host] for chain in chains if host in chain.errors]
