@@ -69,7 +69,7 @@ def on_slurm() -> None:
         until("step    2")
         assert any("torchtitan-rl generator" in line for line in cluster.nodes[1].commands())
         urgent = cluster.submit("#!/bin/sh\n", "--nodes=2", "--partition=urgent", "--exclusive")
-        until("is queued again")
+        until("is to be queued again")
         cluster.until_state(urgent, "COMPLETED")
         until(f"step   {steps - 1}")
         cluster.until_state(job, "COMPLETED")

@@ -59,9 +59,9 @@ code=$?
 # that of one which had not begun. One that is done, has failed or was cancelled stays so.
 if [ "$told" = RUNNING ] && {{ [ $code = 130 ] || [ $code = 143 ]; }}; then
   trap - TERM
-  if [ "$(job_state)" = RUNNING ] && scontrol requeue "$SLURM_JOB_ID"; then
-    echo "job $SLURM_JOB_ID is queued again, and goes on when it starts"
-    sleep 60  # Slurm ends this shell
+  if [ "$(job_state)" = RUNNING ]; then
+    echo "job $SLURM_JOB_ID is to be queued again, and goes on when it starts"
+    if scontrol requeue "$SLURM_JOB_ID"; then sleep 60; fi  # Slurm ends this shell
   fi
   echo "job $SLURM_JOB_ID could not be queued again; submit it again to go on"
 fi
