@@ -196,7 +196,8 @@ COMMAND = re.compile(r"^(?:python -m torchtitan_rl\.|torchtitan-rl )train (--con
 
 def overridden() -> list[str]:
     """Arguments of commands that change something in a recipe of this repository."""
-    found = [arguments.split() for arguments in dict.fromkeys(COMMAND.findall(TEXT))]
+    joined = TEXT.replace("\\\n", "")
+    found = [arguments.split() for arguments in dict.fromkeys(COMMAND.findall(joined))]
     mine = [a for a in found if a[1] in RECIPES and a[2:] and "--help" not in a]
     return [" ".join(arguments) for arguments in mine]
 
