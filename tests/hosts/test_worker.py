@@ -193,6 +193,7 @@ HOSTILE = (
     b'{"controller": 1}\n',
     b'{"controller": {}, "proof": [], "run": 1, "owner": 2, "silence": "soon"}\n',
     b"\xff" * 4096 + b"\n",
+    b"x" * 100_000,
     b'{"id": 1, "call": "write_file", "with": {}}\n',
 )
 
@@ -206,10 +207,10 @@ async def test_strangers_cost_nothing_and_do_not_keep_others_away(host):
                 answer = stranger.makefile("rb").read()
                 assert b"monarch" not in answer
     assert host.children() == []
-    for connection in idle:
-        connection.close()
     async with cluster(host.place) as run:
         assert run.remote[0].up
+    for connection in idle:
+        connection.close()
 
 
 async def test_one_of_another_version_is_refused_by_both_numbers(monkeypatch):

@@ -12,7 +12,13 @@ from typing import Any, TypeVar
 import torchtitan_rl
 from torchtitan_rl.core.errors import describe_error
 from torchtitan_rl.hosts.facts import HostFacts, python_version
-from torchtitan_rl.hosts.messages import HANDSHAKE_SECONDS, ClosedError, HostError, Messages
+from torchtitan_rl.hosts.messages import (
+    HANDSHAKE_SECONDS,
+    LONGEST,
+    ClosedError,
+    HostError,
+    Messages,
+)
 from torchtitan_rl.hosts.secret import is_proof, new_number, proof
 from torchtitan_rl.hosts.worker import START_SECONDS
 
@@ -170,6 +176,7 @@ class Link:
             answer = _checked(await messages.receive(HANDSHAKE_SECONDS))
             if not is_proof(answer["proof"], self._secret, "worker", own, theirs):
                 raise RefusedError("it does not know this run's secret")
+            messages.longest = LONGEST
             # Monarch's server starts meanwhile.
             begun = _checked(await messages.receive(START_SECONDS + HANDSHAKE_SECONDS))
             facts = HostFacts.from_json(begun["facts"])

@@ -12,8 +12,10 @@ from typing import Any
 
 from torchtitan_rl.core.errors import TorchtitanRLError
 
-LONGEST = 64 << 20
-"""Most bytes of a message: orders for weights list all tensors."""
+LONGEST, LONGEST_OF_STRANGERS = 64 << 20, 4096
+"""Most bytes of a message: orders for weights list all tensors. Before the other end has proved
+that it knows the secret, it may send no more than a few words."""
+_CHUNK = 1 << 16
 HANDSHAKE_SECONDS = 10.0
 """How long the other end may take for each message until it has proved that it knows the secret."""
 
@@ -44,6 +46,9 @@ class Messages:
         connection = writer.get_extra_info("socket")
         # A message is not to wait until the one before it was acknowledged.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.longest = LONGEST_OF_STRANGERS
+        """Most bytes of a message that is received."""
+        self._received = bytearray()
         self.heard = asyncio.get_running_loop().time()
         """When the last message came."""
 
@@ -51,7 +56,7 @@ class Messages:
     async def connect(cls, address: str, port: int, seconds: float) -> "Messages":
         """A connection to a worker."""
         try:
-            connecting = asyncio.open_connection(address, port, limit=LONGEST)
+            connecting = asyncio.open_connection(address, port)
             return cls(*await asyncio.wait_for(connecting, seconds))
         except TimeoutError:
             raise ClosedError(f"no answer within {seconds:g} s") from None
@@ -75,13 +80,11 @@ class Messages:
     async def receive(self, seconds: float | None = None) -> dict[str, Any]:
         """The next message; raises ClosedError if none comes in time, or what comes is none."""
         try:
-            line = await asyncio.wait_for(self._reader.readline(), seconds)
+            line = await asyncio.wait_for(self._line(), seconds)
         except TimeoutError:
             raise ClosedError(f"silent for {seconds:g} s") from None
-        except (OSError, ValueError) as error:  # ValueError: a line too long
-            raise ClosedError(str(error)) from error
-        if not line.endswith(b"\n"):
-            raise ClosedError("the connection was closed")
+        except OSError as error:
+            raise ClosedError(reason(error)) from error
         try:
             message = json.loads(line)
         except ValueError:
@@ -90,6 +93,21 @@ class Messages:
             raise ClosedError("the other end does not speak as torchtitan_rl does")
         self.heard = asyncio.get_running_loop().time()
         return message
+
+    async def _line(self) -> bytes:
+        """What is received up to the next line break. Nothing is lost if this is cancelled."""
+        searched = 0
+        while (end := self._received.find(b"\n", searched)) < 0:
+            searched = len(self._received)
+            if searched > self.longest:
+                raise ClosedError(f"the other end sends a message of over {self.longest} bytes")
+            chunk = await self._reader.read(_CHUNK)
+            if not chunk:
+                raise ClosedError("the connection was closed")
+            self._received += chunk
+        line = bytes(self._received[:end])
+        del self._received[: end + 1]
+        return line
 
     def silent_for(self) -> float:
         """Seconds since the last message came."""

@@ -50,8 +50,8 @@ LEAST_SILENCE = 2.0
 """Shortest silence, in seconds, after which a controller may be taken for gone."""
 MOST_FETCHES = 64
 """Trainer ranks whose weights are received at once."""
-MOST_WAITING = 32
-"""Connections that have not proved anything yet, at once."""
+MOST_STRANGERS = 32
+"""Connections that have not proved anything yet, at once; the oldest makes room for a new one."""
 
 
 class WorkerError(HostError):
@@ -80,7 +80,7 @@ class Worker:
         self.address, self.port = address, port
         self._secret, self._facts, self._once, self._say = secret, facts, once, say
         self._session: Session | None = None
-        self._waiting = 0
+        self._strangers: list[Messages] = []
         self._changing = asyncio.Lock()
         self._ended = asyncio.Event()
 
@@ -96,7 +96,7 @@ class Worker:
         """Listen; `port` is known from now on if it was 0."""
         try:
             server = await asyncio.start_server(
-                self._serve, self.address, self.port, limit=LONGEST, family=family_of(self.address)
+                self._serve, self.address, self.port, family=family_of(self.address)
             )
         except OSError as error:
             raise WorkerError(
@@ -112,17 +112,16 @@ class Worker:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         messages = Messages(reader, writer)
-        if self._waiting >= MOST_WAITING:
-            messages.abort()
-            return
-        self._waiting += 1
+        self._strangers.append(messages)
+        if len(self._strangers) > MOST_STRANGERS:
+            self._strangers[0].abort()
         try:
             asked = await asyncio.wait_for(self._admit(messages), 2 * HANDSHAKE_SECONDS)
         except (ClosedError, TimeoutError, KeyError, TypeError, ValueError):
             await messages.close()
             return
         finally:
-            self._waiting -= 1
+            self._strangers.remove(messages)
         session = await self._begin(messages, asked)
         if session is None:
             await messages.close()
@@ -142,6 +141,7 @@ class Worker:
         if not is_proof(asked.get("proof"), self._secret, "controller", theirs, own):
             messages.send(error="its secret is another one than the controller's")
             raise ClosedError("the controller does not know the secret")
+        messages.longest = LONGEST
         messages.send(proof=proof(self._secret, "worker", theirs, own))
         return {"run": str(asked["run"]), "silence": float(asked["silence"]), "id": theirs} | {
             "owner": str(asked["owner"])
