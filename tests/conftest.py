@@ -19,11 +19,11 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LONGEST = (
-    *("actors/test_trainer.py", "run/test_whole_runs.py", "test_readme.py"),
+    *("actors/test_trainer.py", "run/test_whole_runs.py", "hosts/test_runs.py", "test_readme.py"),
     *("run/test_tool_runs.py", "supervision/test_graders.py", "run/test_async_runs.py", "examples"),
     *("engines/vllm/test_routing.py", "engines/vllm/test_tensor_parallel.py"),
     *("models/test_ranks.py", "run/test_sync_runs.py", "engines/vllm/test_engine.py", "run"),
-    *("actors", "engines", "cuda", "weight_sync", "supervision"),
+    *("actors", "engines", "cuda", "weight_sync", "supervision", "hosts"),
     *("rollout/test_loop.py", "view", "test_docs.py", "config", "models", "cli"),
 )
 """Files and folders that take longest, the longest first. Else one process would be left alone with
