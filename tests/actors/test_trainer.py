@@ -622,7 +622,7 @@ async def test_swapped_weights_serve_the_trainers_policy(two_ranks, tiny_model, 
     generator = await spawn_generator(config, model=str(other), seed=0)
     ranks = Trainer.Config(parallelism=Parallelism(data_parallel_shard_degree=2))
     trainer = SpawnedTrainer(
-        actor=two_ranks, procs=None, processes=[], config=ranks, model=str(tiny_model)
+        actor=two_ranks, procs=None, parts=[], config=ranks, model=str(tiny_model)
     )
     prompts, seen = [list(range(k, k + 50)) for k in range(4)], []
     for _ in range(3):

@@ -32,7 +32,7 @@ TRAINER_ARGUMENTS = (
 )
 """Keyword arguments that a run itself gives to a trainer's class."""
 SPAWN_ARGUMENTS = (
-    *("actor_class", "env", "processes", "distributed", "own_temporary_folder", "log_file"),
+    *("actor_class", "env", "placement", "distributed", "own_temporary_folder", "log_file"),
     *("self", "name", "Class", "pm"),
 )
 """Arguments of `supervision.processes.spawn`, then of Monarch's: no keyword argument of these names

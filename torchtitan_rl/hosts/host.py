@@ -34,6 +34,8 @@ class Opened:
     """Folder of temporary files; empty: it has none of its own."""
     session: Session | None = None
     """The session of the host in which it is started; None on this host."""
+    janitor: Janitor | None = None
+    """Remover of the folder of temporary files, if that is on this host."""
 
 
 class HostProcesses(Protocol):
@@ -132,11 +134,14 @@ class ThisHost:
         """Nothing: this host is."""
 
     async def open(self, name: str, log_file: str, *, temporary: bool) -> Opened:
-        made = tempfile.mkdtemp(prefix="torchtitan_rl-") if temporary else ""
-        return Opened(log_file, made)
+        if not temporary:
+            return Opened(log_file)
+        # If nothing is started after all, the folder is removed with this object.
+        janitor = Janitor(Path(tempfile.mkdtemp(prefix="torchtitan_rl-")))
+        return Opened(log_file, str(janitor.folder), janitor=janitor)
 
     async def adopt(self, pids: Sequence[int], opened: Opened) -> "LocalProcesses":
-        return LocalProcesses(pids, Janitor(Path(opened.temporary)) if opened.temporary else None)
+        return LocalProcesses(pids, opened.janitor)
 
 
 class LocalProcesses(Family):

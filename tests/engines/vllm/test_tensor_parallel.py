@@ -119,14 +119,14 @@ async def test_killed_it_leaves_no_file_and_no_process(generator, before):
     started = started_by(generator.processes)
     assert len(started) >= 2  # a process for each rank
     made = files_of([*generator.processes, *started]) - before
-    assert generator.temporary is not None
-    assert list(generator.temporary.folder.iterdir())  # by which the ranks have met
+    temporary = Path(generator.processes[0].environ()["TMPDIR"])
+    assert list(temporary.iterdir())  # by which the ranks have met
     assert any("cpushm" in path.name for path in made)  # mapped, and without a name already:
     assert not [path for path in made if "cpushm" in path.name and path.exists()]
     generator.processes[0].kill()
     await generator.stop()
     assert all(map(ended, started_by(generator.processes)))
     assert all(map(ended, started))
-    await gone({*made, generator.temporary.folder})
+    await gone({*made, temporary})
     idents = {path.name.partition("-")[0] for path in made if "cpushm" in path.name}
     assert not [path for path in files() if path.name.partition("-")[0] in idents]
