@@ -39,7 +39,7 @@ class Family:
         """`temporary` is removed when the processes have been ended. `on_exit` is called, on a
         thread of its own, with the rank of a process that has ended, and how it did."""
         self.processes = [psutil.Process(pid) for pid in pids]
-        self._temporary = temporary
+        self.temporary = temporary
         self._exits = [
             Exit(pid, partial(on_exit, rank) if on_exit else None) for rank, pid in enumerate(pids)
         ]
@@ -65,8 +65,8 @@ class Family:
         cleaners = kill(family)
         await asyncio.to_thread(psutil.wait_procs, family - cleaners, timeout=STOP_SECONDS)
         await asyncio.to_thread(psutil.wait_procs, cleaners, timeout=REAP_SECONDS)
-        if self._temporary:
-            self._temporary.close()
+        if self.temporary:
+            self.temporary.close()
 
 
 def has_ended(process: psutil.Process) -> bool:

@@ -16,6 +16,7 @@ from tests.support import small_engine
 from tests.tasks.tools.tricky_tools import ended
 from torchtitan_rl.config import GeneratorConfig, SamplingConfig
 from torchtitan_rl.hosts.families import started_by
+from torchtitan_rl.hosts.host import LocalProcesses
 from torchtitan_rl.supervision.spawn import spawn_generator
 from torchtitan_rl.weight_sync.handle import whole_tensors
 from torchtitan_rl.weight_sync.transport import make_publisher
@@ -119,7 +120,10 @@ async def test_killed_it_leaves_no_file_and_no_process(generator, before):
     started = started_by(generator.processes)
     assert len(started) >= 2  # a process for each rank
     made = files_of([*generator.processes, *started]) - before
-    temporary = Path(generator.processes[0].environ()["TMPDIR"])
+    [part] = generator.parts
+    assert isinstance(part, LocalProcesses)
+    assert part.temporary is not None
+    temporary = part.temporary.folder
     assert list(temporary.iterdir())  # by which the ranks have met
     assert any("cpushm" in path.name for path in made)  # mapped, and without a name already:
     assert not [path for path in made if "cpushm" in path.name and path.exists()]
