@@ -66,6 +66,13 @@ def faults() -> RunConfig:
     )
 
 
+def trainer_gone() -> RunConfig:
+    """A long run with the trainer on the first of two hosts."""
+    config = faults()
+    roles = replace(config.cluster.roles, generator=(1,), grader=1)
+    return replace(config, steps=1000, cluster=replace(config.cluster, roles=roles))
+
+
 def undisturbed() -> RunConfig:
     """The same run on one host."""
     return replace(faults(), cluster=ClusterConfig())

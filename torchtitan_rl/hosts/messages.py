@@ -78,7 +78,9 @@ class Messages:
             line = await asyncio.wait_for(self._reader.readline(), seconds)
         except TimeoutError:
             raise ClosedError(f"silent for {seconds:g} s") from None
-        except (OSError, ValueError) as error:  # ValueError: a line too long
+        except OSError as error:
+            raise ClosedError(reason(error)) from error
+        except ValueError as error:  # a line too long
             raise ClosedError(str(error)) from error
         if not line.endswith(b"\n"):
             raise ClosedError("the connection was closed")

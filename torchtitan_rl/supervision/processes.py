@@ -122,6 +122,7 @@ class Spawned:
             raise self._ended(said) from error
         finally:
             await cancel(task)
+        await self.settle()  # a host that goes may first say that its processes do
         raise self._ended("has ended")
 
     def _ended(self, reported: str) -> ProcessEndedError:
