@@ -91,6 +91,9 @@ class Process:
 
     lost_host = ""
 
+    async def settle(self):
+        pass
+
     def __init__(self, world, number):
         self.world, self.number = world, number
         self.version, self.ended, self.deaf, self.asleep = 0, False, False, False

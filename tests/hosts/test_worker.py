@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from torchtitan_rl import __version__
 from torchtitan_rl.config.cluster import ClusterConfig
 from torchtitan_rl.hosts import cluster as cluster_module
 from torchtitan_rl.hosts import secret as secret_module
@@ -223,6 +224,24 @@ async def test_one_of_another_version_is_refused_by_both_numbers(monkeypatch):
     with pytest.raises(HostError, match=r"torchtitan_rl 0\.0\.1, and this is .* one version"):
         async with cluster(f"127.0.0.1:{port}"):
             pass
+    server.close()
+
+
+async def test_a_worker_gives_its_controller_up_before_that_gives_it_up():
+    """Else what it runs could still be there when others begin to do its work."""
+    asked = []
+
+    async def worker(reader, writer):
+        writer.write(json.dumps({"worker": "1", "version": __version__}).encode() + b"\n")
+        asked.append(json.loads(await reader.readline()))
+        writer.close()
+
+    server = await asyncio.start_server(worker, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    with pytest.raises(HostError, match=r"waited .* the connection was closed"):
+        async with cluster(f"127.0.0.1:{port}", silence=20.0, wait=0.3):
+            pass
+    assert asked[0]["silence"] == pytest.approx(14.0)
     server.close()
 
 

@@ -92,6 +92,9 @@ async def test_generators_that_only_die_end_the_run_with_a_reason():
         alive = True
         lost_host = ""
 
+        async def settle(self):
+            pass
+
         async def stop(self):
             pass
 
@@ -116,6 +119,9 @@ async def test_one_that_cannot_be_started_again_is_told_to_who_waits():
     class Dying:
         alive = True
         lost_host = ""
+
+        async def settle(self):
+            pass
 
         async def stop(self):
             pass
@@ -145,6 +151,9 @@ async def test_one_that_cannot_be_replaced_does_not_end_the_others():
     class Sampler:
         alive = True
         lost_host = ""
+
+        async def settle(self):
+            pass
 
         def __init__(self, number):
             self.number = number

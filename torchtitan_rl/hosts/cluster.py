@@ -14,9 +14,12 @@ from torchtitan_rl.hosts.launchers.launcher import Launcher, make_launcher
 from torchtitan_rl.hosts.link import Link, LinkThread
 from torchtitan_rl.hosts.messages import HostError
 from torchtitan_rl.hosts.worker import split_address
+from torchtitan_rl.observability.console import console
 
 LOOK_SECONDS = 0.2
 """How often it is looked whether hosts have come."""
+SAY_SECONDS = 5.0
+"""How long hosts may be waited for before that is said."""
 
 
 def chosen_hosts(config: ClusterConfig, role: str, hosts: list[Host]) -> list[Host]:
@@ -129,7 +132,7 @@ class Cluster(AbstractAsyncContextManager["Cluster"]):
         those that do not want this run."""
         seconds = self._config.wait_seconds
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + seconds
+        deadline, said = loop.time() + seconds, loop.time() + SAY_SECONDS
         while lost := self.lost:
             gone = [(h, self._why_gone(h)) for h in lost]
             if any(why for _, why in gone):
@@ -141,6 +144,9 @@ class Cluster(AbstractAsyncContextManager["Cluster"]):
                     f"waited {seconds:.0f} s (cluster.wait_seconds) for {_list_of(lost)}. Is "
                     "`torchtitan-rl worker` running there, and may this host connect to its port?"
                 )
+            if loop.time() > said:
+                said = deadline  # once
+                console.print(f"waiting for {_list_of(lost)}", markup=False)
             await asyncio.sleep(LOOK_SECONDS)
 
     def _why_gone(self, host: RemoteHost) -> str:

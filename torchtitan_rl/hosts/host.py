@@ -16,6 +16,7 @@ from torchtitan_rl.core.waiting import together
 from torchtitan_rl.hosts.facts import HostFacts
 from torchtitan_rl.hosts.families import Family
 from torchtitan_rl.hosts.link import HostLostError, Link, LinkThread, Session
+from torchtitan_rl.hosts.messages import HostError
 from torchtitan_rl.platform import Compute, machine_id
 from torchtitan_rl.platform.janitor import Janitor
 
@@ -57,6 +58,10 @@ class HostProcesses(Protocol):
     @property
     def lost(self) -> str:
         """Why the host is lost; empty while it is not."""
+        ...
+
+    async def settle(self) -> None:
+        """Return when it is known whether the host is lost."""
         ...
 
     def members(self) -> set[psutil.Process]:
@@ -111,6 +116,10 @@ class Host(Protocol):
         """Prepare files for an actor that is about to be started."""
         ...
 
+    async def settle(self, opened: Opened) -> None:
+        """Return when it is known that the host is not lost; raises HostLostError if it is."""
+        ...
+
     async def adopt(self, pids: Sequence[int], opened: Opened) -> HostProcesses:
         """Watch the processes that an actor was started on."""
         ...
@@ -140,6 +149,9 @@ class ThisHost:
         janitor = Janitor(Path(tempfile.mkdtemp(prefix="torchtitan_rl-")))
         return Opened(log_file, str(janitor.folder), janitor=janitor)
 
+    async def settle(self, opened: Opened) -> None:
+        """Nothing: this host is not lost."""
+
     async def adopt(self, pids: Sequence[int], opened: Opened) -> "LocalProcesses":
         return LocalProcesses(pids, opened.janitor)
 
@@ -151,6 +163,9 @@ class LocalProcesses(Family):
 
     def __init__(self, pids: Sequence[int], temporary: Janitor | None = None) -> None:
         super().__init__(pids, temporary=temporary)
+
+    async def settle(self) -> None:
+        """Nothing: this host is not lost."""
 
 
 THIS_HOST = ThisHost()
@@ -255,6 +270,9 @@ class RemoteHost:
         )
         return Opened(made["log_file"], made["temporary"], session)
 
+    async def settle(self, opened: Opened) -> None:
+        await self.ask("ping", session=opened.session)
+
     async def adopt(self, pids: Sequence[int], opened: Opened) -> "RemoteProcesses":
         assert opened.session is not None
         family = next(self._families)
@@ -321,6 +339,10 @@ class RemoteProcesses:
     @property
     def lost(self) -> str:
         return f"{self._host}: {self._session.lost}" if self._session.lost else ""
+
+    async def settle(self) -> None:
+        with contextlib.suppress(HostError):
+            await self._host.ask("ping", session=self._session)
 
     def members(self) -> set[psutil.Process]:
         return set()

@@ -25,6 +25,9 @@ from torchtitan_rl.hosts.worker import START_SECONDS
 AGAIN_SECONDS = 1.0
 """How long to wait before a host that cannot be reached is tried again."""
 CONNECT_SECONDS = 5.0
+WORKERS_SHARE = 0.7
+"""Share of the silence after which a host is lost here that its worker is to bear: its processes
+are to have ended, or be about to, when their work begins elsewhere."""
 END_SECONDS = 10.0
 """How long a worker may take to end a run's processes, when that has ended."""
 Result = TypeVar("Result")
@@ -140,6 +143,7 @@ class Link:
             try:
                 session = await self._connect()
             except (ClosedError, KeyError, TypeError, ValueError) as error:
+                self.refused = False  # it was another worker that did not want this controller
                 self._note(None, describe_error(error) if not str(error) else str(error))
             except RefusedError as error:
                 self.refused = True
@@ -171,7 +175,7 @@ class Link:
                 proof=proof(self._secret, "controller", own, theirs),
                 run=self._run,
                 owner=self._owner,
-                silence=self._silence,
+                silence=WORKERS_SHARE * self._silence,
             )
             answer = _checked(await messages.receive(HANDSHAKE_SECONDS))
             if not is_proof(answer["proof"], self._secret, "worker", own, theirs):

@@ -29,7 +29,7 @@ import psutil
 import torchtitan_rl
 from torchtitan_rl.core.errors import describe_error
 from torchtitan_rl.hosts.facts import HostFacts
-from torchtitan_rl.hosts.families import REAP_SECONDS, Family, kill
+from torchtitan_rl.hosts.families import REAP_SECONDS, Family, has_ended, kill
 from torchtitan_rl.hosts.messages import (
     HANDSHAKE_SECONDS,
     LONGEST,
@@ -46,7 +46,7 @@ from torchtitan_rl.weight_sync.relay import Relay
 USUAL_PORT = 26600
 START_SECONDS = 60.0
 """How long Monarch's server may take to start on a busy machine."""
-LEAST_SILENCE = 2.0
+LEAST_SILENCE = 1.0
 """Shortest silence, in seconds, after which a controller may be taken for gone."""
 MOST_FETCHES = 64
 """Trainer ranks whose weights are received at once."""
@@ -248,7 +248,7 @@ class Session:
         ending = asyncio.create_task(self._server.wait())
         try:
             while not serving.done() and not ending.done():
-                await asyncio.wait({serving, ending}, timeout=self._silence / 4)
+                await asyncio.wait({serving, ending}, timeout=self._silence / 10)
                 if self._messages.silent_for() > self._silence:
                     return f"the controller has been silent for {self._silence:g} s"
             return serving.result() if serving.done() else "Monarch's server has ended"
@@ -261,11 +261,9 @@ class Session:
         connection: a controller that has said goodbye waits for that."""
         for task in self._tasks:
             task.cancel()
-        family = await asyncio.to_thread(psutil.Process().children, recursive=True)
-        spared = await asyncio.to_thread(kill, family)
+        spared = await asyncio.to_thread(_kill_all)
         if self._server is not None:  # a child that asyncio itself collects
             await self._server.wait()
-        await asyncio.to_thread(psutil.wait_procs, set(family) - spared, timeout=REAP_SECONDS)
         for listener in self._listeners:
             listener.close()
         if self._relay is not None:
@@ -400,6 +398,19 @@ class Session:
         if not path.is_relative_to(root):
             raise HostError(f"{name!r} is not in the session's folder")
         return path
+
+
+def _kill_all() -> set[psutil.Process]:
+    """Kill all processes that descend from this one, but cleaners, which are returned; also those
+    that were started while others were killed."""
+    deadline = time.monotonic() + REAP_SECONDS
+    while True:
+        family = psutil.Process().children(recursive=True)
+        spared = kill(family)
+        left = [process for process in set(family) - spared if not has_ended(process)]
+        if not left or time.monotonic() > deadline:
+            return spared
+        time.sleep(0.02)  # not `wait_procs`, which would collect what asyncio waits for
 
 
 def _collect_orphans() -> None:

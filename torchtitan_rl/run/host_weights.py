@@ -38,7 +38,8 @@ class HostWeights:
             return dict.fromkeys(wanted, handle)
         homes = self._homes(handle)
         # The trainer's hosts must answer; one of a generator may be lost.
-        relays = dict(await together(*(_relay_of(host) for host in set(homes))))
+        sessions = {host: host.session for host in homes}
+        relays = dict(await together(*(_relay_of(host) for host in sessions)))
         for host in {host for host in remote.values() if host not in homes}:
             try:
                 relays |= [await _relay_of(host)]
@@ -52,6 +53,9 @@ class HostWeights:
         there = await spread(
             handle, [host.name for host in homes], [*remote], relays, fetch, seconds=SPREAD_SECONDS
         )
+        if there.errors:  # a trainer's host that is lost is the cause of all others
+            pairs = sessions.items()
+            await together(*(host.ask("ping", session=session) for host, session in pairs))
         for name, error in there.errors.items():
             if remote[name].up and not isinstance(error, HostLostError):
                 raise error

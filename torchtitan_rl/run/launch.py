@@ -6,8 +6,8 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -232,28 +232,49 @@ def finished(config: RunConfig) -> bool:
 
 async def train(config: RunConfig, lock: RunLock) -> None:
     """Connect the hosts of the run, make the starting model if there is none yet, and train."""
-    async with Cluster(config.cluster, run=config.run_name) as cluster:
-        await ensure_starting_model(config, stop_signals, cluster)
+    async with AsyncExitStack() as stack:
+        with stop_signals():
+            cluster = Cluster(config.cluster, run=config.run_name)
+            await stack.enter_async_context(cluster)
+        await outlast_hosts(cluster, lambda: ensure_starting_model(config, stop_signals, cluster))
         await train_on(cluster, config, lock)
 
 
 async def train_on(cluster: Cluster, config: RunConfig, lock: RunLock) -> None:
-    """Train on these hosts. If hosts of the trainer are lost, wait for them, and go on from the
-    last checkpoint."""
+    """Train on these hosts. If hosts of the trainer are lost, go on from the last checkpoint when
+    they are back."""
+    tried = False
+
+    async def attempt() -> None:
+        nonlocal tried
+        resume = config.resume or (tried and (run_path(config) / "config.json").exists())
+        tried = True
+        controller = Controller(replace(config, resume=resume), lock=lock, cluster=cluster)
+        with stop_signals(controller):
+            async with controller:
+                await controller.run()
+
+    await outlast_hosts(cluster, attempt)
+
+
+async def outlast_hosts(cluster: Cluster, attempt: Callable[[], Awaitable[None]]) -> None:
+    """Make an attempt at something, and another whenever it has failed because hosts were lost,
+    when they are back."""
     while True:
-        controller = Controller(config, lock=lock, cluster=cluster)
         try:
-            with stop_signals(controller):
-                async with controller:
-                    await controller.run()
+            await attempt()
             return
         except Exception as error:
-            lost = find_cause(error, HostGoneError) or find_cause(error, HostLostError)
-            if lost is None or controller.interrupted.is_set():
+            if (lost := lost_host(error)) is None:
                 raise
             console.print(f"{lost}; waiting for hosts", markup=False)
-        await cluster.wait_for_all()
-        config = replace(config, resume=(run_path(config) / "config.json").exists())
+        with stop_signals():
+            await cluster.wait_for_all()
+
+
+def lost_host(error: BaseException) -> BaseException | None:
+    """The error about a lost host that has led to an error, if one has."""
+    return find_cause(error, HostGoneError) or find_cause(error, HostLostError)
 
 
 def find_cause(error: BaseException | None, kind: type[Cause]) -> Cause | None:
@@ -264,14 +285,15 @@ def find_cause(error: BaseException | None, kind: type[Cause]) -> Cause | None:
 
 
 @contextmanager
-def stop_signals(controller: Controller) -> Iterator[None]:
-    """Ctrl-C and SIGTERM stop the run in order; a second one, or a hang, stops it at once."""
+def stop_signals(controller: Controller | None = None) -> Iterator[None]:
+    """Ctrl-C and SIGTERM stop the run in order; a second one, or a hang, stops it at once. Without
+    a controller there is nothing to save, and the first one does."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     timers: list[asyncio.TimerHandle] = []
 
     def on_signal() -> None:
-        if controller.interrupted.is_set():
+        if controller is None or controller.interrupted.is_set():
             task.cancel()
             return
         console.print("stopping (Ctrl-C once more: at once) ...", markup=False)
@@ -284,6 +306,12 @@ def stop_signals(controller: Controller) -> Iterator[None]:
         loop.add_signal_handler(number, on_signal)
     try:
         yield
+    except Exception as error:
+        stopped = controller is not None and controller.interrupted.is_set()
+        if stopped and (lost := lost_host(error)):  # nothing can be saved any more
+            console.print(f"{lost}; what came after the last checkpoint is lost", markup=False)
+            raise Interrupted from error
+        raise
     finally:
         for timer in timers:
             timer.cancel()

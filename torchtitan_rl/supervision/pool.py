@@ -22,7 +22,12 @@ from torchtitan_rl.core.waiting import Result, together
 from torchtitan_rl.hosts.link import HostLostError
 from torchtitan_rl.observability.console import console
 from torchtitan_rl.observability.timeline import Timeline
-from torchtitan_rl.supervision.calls import DeadlineError, WorkerDiedError, call_with_deadline
+from torchtitan_rl.supervision.calls import (
+    DeadlineError,
+    HostGoneError,
+    WorkerDiedError,
+    call_with_deadline,
+)
 
 START_ATTEMPTS = 3
 """How often a successor is started."""
@@ -57,6 +62,8 @@ class Supervised(Protocol):
 
     @property
     def lost_host(self) -> str: ...
+
+    async def settle(self) -> None: ...
 
     async def stop(self) -> None: ...
 
@@ -185,7 +192,7 @@ class ActorPool:
         for replica in self.replicas:
             replica.since = asyncio.get_running_loop().time()
         try:
-            await together(*(self._start(replica) for replica in self.replicas))
+            await together(*(self._try_to_start(r, first=True) for r in self.replicas))
         except BaseException:
             await self.stop()
             raise
@@ -281,10 +288,12 @@ class ActorPool:
                 replica, what, call(spawned.actor), gone=replica.gone, step=step
             )
         except Exception as error:
-            if not is_death(error):
+            await spawned.settle()
+            lost = spawned.lost_host
+            if not lost and not is_death(error):
                 raise
             self._discard(replica, spawned, error)
-            if lost := spawned.lost_host:
+            if lost:
                 raise ReplicaLostError(f"{replica.name} was lost with {lost}") from error
             raise ReplicaDiedError(f"{replica.name}: {describe_error(error)}") from error
 
@@ -399,17 +408,26 @@ class ActorPool:
 
     async def _replace(self, replica: Replica) -> None:
         await self._end(replica)  # whatever is left of the dead one
+        await self._try_to_start(replica)
+
+    async def _try_to_start(self, replica: Replica, *, first: bool = False) -> None:
+        """Start an actor for the replica, again if that fails. At the `first` start in a run, what
+        the actor itself says is not a matter of chance: then only if it died."""
         failed = 0
         while True:
             try:
                 await self._start(replica)
                 return
             except Exception as error:
+                lost = await _was_lost(replica, error)
                 await self._end(replica)
                 # A host that was lost meanwhile is waited for, however often.
-                failed += not isinstance(error, HostLostError)
-                if failed == START_ATTEMPTS:
+                failed += not lost
+                died = isinstance(error, WorkerDiedError)
+                if failed == START_ATTEMPTS or (first and not lost and not died):
                     raise
+                if first:
+                    self._print(f"{describe_error(error)}; starting it again", once=False)
 
     async def _retire(self, replica: Replica, error: BaseException) -> None:
         """Give a replica up. It moves until nothing is left of it: `hold_starts` waits for that."""
@@ -439,6 +457,14 @@ class ActorPool:
         self._printed.add(line)
         with contextlib.suppress(OSError, ValueError):  # a terminal that is gone costs no actor
             console.print(line, markup=False)
+
+
+async def _was_lost(replica: Replica, error: Exception) -> bool:
+    """Whether an actor could not be started because a host was lost."""
+    for spawned in replica.processes:
+        await spawned.settle()
+    gone = any(spawned.lost_host for spawned in replica.processes)
+    return gone or isinstance(error, HostLostError | HostGoneError)
 
 
 def is_death(error: BaseException) -> bool:

@@ -94,6 +94,11 @@ class Spawned:
         """Which host of the processes is lost, and why; empty: none is."""
         return next((part.lost for part in self.parts if part.lost), "")
 
+    async def settle(self) -> None:
+        """Return when it is known whether a host of the processes is lost: Monarch, or a rank on
+        another host, may report the consequences before the silence was long enough."""
+        await together(*(part.settle() for part in self.parts))
+
     async def watched(self, reply: Awaitable[Result]) -> Result:
         """The actor's reply to a call; ProcessEndedError soon after one of its processes has ended.
         Monarch may take half a minute to report that."""
@@ -107,13 +112,17 @@ class Spawned:
                     break
             if task.done():
                 return task.result()
-        except SupervisionError as error:
-            if self.alive:
+        except Exception as error:
+            await self.settle()
+            if self.alive or not (self.lost_host or isinstance(error, SupervisionError)):
                 raise
-            await asyncio.sleep(WATCH_SECONDS)  # until it was also seen how they have ended
-            raise self._ended(reported_end(error)) from error
+            if not self.lost_host:
+                await asyncio.sleep(WATCH_SECONDS)  # until it was also seen how they have ended
+            said = reported_end(error) if isinstance(error, SupervisionError) else ""
+            raise self._ended(said) from error
         finally:
             await cancel(task)
+        await self.settle()  # a host that goes may first say that its processes do
         raise self._ended("has ended")
 
     def _ended(self, reported: str) -> ProcessEndedError:
@@ -187,18 +196,9 @@ async def spawn(
         _command(host, files, env(number) if callable(env) else env, title)
         for number, (host, files) in enumerate(zip(hosts, opened, strict=True))
     ]
-    procs = await _start_processes(name, hosts, placement.per_host, commands)
+    starting = _start_on(name, placement, opened, commands, distributed=distributed)
+    procs, parts = await _unless_lost(hosts, opened, starting)
     try:
-        if distributed:
-            await setup_torch_elastic_env_async(procs, *await _meeting_point(hosts))
-        # Each process is asked for its id: meshes may start side by side, so children do not tell.
-        count = placement.processes
-        asking = procs.spawn("process_info", ProcessInfo).get.call(ranks=count)
-        pids = per_rank(await asyncio.wait_for(as_task(asking), start_seconds()))
-        parts = []
-        for number, (host, files) in enumerate(zip(hosts, opened, strict=True)):
-            own = pids[number * placement.per_host : (number + 1) * placement.per_host]
-            parts.append(await host.adopt(own, files))
         actor = procs.spawn(name, actor_class, *args, **kwargs)
     except BaseException:
         await _give_up(procs)
@@ -212,6 +212,61 @@ async def spawn(
         log_files=tuple(files.log_file for files in opened),
         name=who,
     )
+
+
+async def _start_on(
+    name: str,
+    placement: Placement,
+    opened: Sequence[Opened],
+    commands: Sequence[Any],
+    *,
+    distributed: bool,
+) -> tuple[Any, list[HostProcesses]]:
+    """Start the processes of an actor, and watch them; returns Monarch's mesh and the processes."""
+    hosts = placement.hosts
+    procs = await _start_processes(name, hosts, placement.per_host, commands)
+    try:
+        if distributed:
+            await setup_torch_elastic_env_async(procs, *await _meeting_point(hosts))
+        # Each process is asked for its id: meshes may start side by side, so children do not tell.
+        count = placement.processes
+        asking = procs.spawn("process_info", ProcessInfo).get.call(ranks=count)
+        pids = per_rank(await asyncio.wait_for(as_task(asking), start_seconds()))
+        parts = []
+        for number, (host, files) in enumerate(zip(hosts, opened, strict=True)):
+            own = pids[number * placement.per_host : (number + 1) * placement.per_host]
+            parts.append(await host.adopt(own, files))
+        return procs, parts
+    except BaseException:
+        await _give_up(procs)
+        raise
+
+
+async def _unless_lost(
+    hosts: Sequence[Host], opened: Sequence[Opened], work: Awaitable[Result]
+) -> Result:
+    """What `work` returns; HostLostError as soon as one of the hosts is lost that it needs. Monarch
+    would wait for that host for minutes."""
+    task = as_task(work)
+    sessions = [files.session for files in opened if files.session is not None]
+    try:
+        while not (await asyncio.wait({task}, timeout=WATCH_SECONDS))[0]:
+            if any(session.lost for session in sessions):
+                break
+        else:
+            return task.result()
+    except Exception:
+        await _settle(hosts, opened)
+        raise
+    finally:
+        await cancel(task)
+    await _settle(hosts, opened)
+    raise AssertionError("a lost session was not reported")
+
+
+async def _settle(hosts: Sequence[Host], opened: Sequence[Opened]) -> None:
+    pairs = zip(hosts, opened, strict=True)
+    await together(*(host.settle(files) for host, files in pairs))
 
 
 def _command(host: Host, files: Opened, env: dict[str, str], title: str) -> Any:
