@@ -17,10 +17,12 @@ from torchtitan_rl import __version__
 from torchtitan_rl.config.cluster import ClusterConfig
 from torchtitan_rl.hosts import cluster as cluster_module
 from torchtitan_rl.hosts import secret as secret_module
+from torchtitan_rl.hosts.addresses import AddressError, listening_address, split_address
 from torchtitan_rl.hosts.cluster import Cluster
+from torchtitan_rl.hosts.launchers import started, torchrun
+from torchtitan_rl.hosts.launchers.launcher import LaunchError
 from torchtitan_rl.hosts.link import HostLostError
 from torchtitan_rl.hosts.messages import HostError
-from torchtitan_rl.hosts.worker import WorkerError, listening_address, split_address
 
 SECRET = "a secret for tests"
 
@@ -113,7 +115,7 @@ async def test_a_session_starts_and_ends_everything(host, tmp_path):
         with pytest.raises(HostError, match="have ended, or are not of this run"):
             await lent.adopt([os.getpid()], opened)
         with pytest.raises(HostError, match=r"not in the session's folder"):
-            await lent.ask("write_file", folder="../..", name="x", data="")
+            await lent.ask("write_file", folder="../..", name="x", data="", more=False)
         with pytest.raises(HostError, match="a worker cannot 'dance'"):
             await lent.ask("dance")
         assert len(host.children()) >= 1
@@ -140,7 +142,7 @@ async def test_a_controller_that_is_silent_or_gone_costs_the_host_nothing(host):
         assert other.stdout is not None
         assert other.stdout.readline() == "connected\n"
         with pytest.raises(HostError, match="it works for run other since"):
-            async with cluster(host.place):
+            async with cluster(host.place, wait=0.5):
                 pass
         other.send_signal(number)
         await soon(lambda: not host.children())
@@ -298,20 +300,20 @@ async def test_a_worker_for_one_run_ends_after_it():
     ("text", "said"),
     [
         ("0.0.0.0", "all addresses of this machine"),
-        ("8.8.8.8:4000", "public 8.8.8.8"),
+        ("8.8.8.8:4000", "8.8.8.8 is a public address"),
         ("::", "all addresses of this machine"),
         ("no.such.host", "not known here"),
         ("node:port", "is no <address> and no <address>:<port>"),
     ],
 )
 def test_an_address_that_the_world_may_reach_is_refused(text, said):
-    with pytest.raises(WorkerError, match=said):
+    with pytest.raises(AddressError, match=said):
         listening_address(text, allow_public=False)
 
 
 def test_a_public_address_is_taken_when_that_is_allowed():
     assert listening_address("8.8.8.8", allow_public=True) == ("8.8.8.8", 26600)
-    with pytest.raises(WorkerError, match=r"others cannot reach 0.0.0.0"):
+    with pytest.raises(AddressError, match=r"0.0.0.0 is all addresses"):
         listening_address("0.0.0.0", allow_public=True)
     assert split_address("[::1]:4000") == ("::1", 4000)
 
@@ -322,3 +324,34 @@ def test_a_port_that_is_taken_is_named(host):
     second = subprocess.run(command, capture_output=True, text=True, env=env)
     assert second.returncode == 2
     assert f"cannot listen at 127.0.0.1 port {host.port}" in second.stderr
+
+
+async def test_a_worker_that_was_started_is_started_again_where_it_was(monkeypatch):
+    monkeypatch.setattr(started, "AGAIN_SECONDS", 0.1)
+    worker = torchrun.started_worker("127.0.0.1", 0, SECRET)
+    place = await worker.start()
+    try:
+        async with cluster(place) as run:
+            [lent] = run.remote
+            [process] = [p for p in psutil.Process().children() if "worker" in p.cmdline()]
+            process.kill()
+            await soon(lambda: not lent.up)
+            await asyncio.wait_for(lent.ready(), 20)
+            assert await lent.free_port()
+        assert worker.place == place
+    finally:
+        await worker.stop()
+    assert not process.is_running()
+
+
+async def test_a_command_without_a_worker_is_quoted():
+    worker = started.StartedWorker("node7", lambda _port: ["sh", "-c", "echo no such host"], SECRET)
+    with pytest.raises(LaunchError, match="host node7: no worker: no such host"):
+        await worker.start()
+    await worker.stop()
+
+
+async def test_one_worker_under_two_names_is_refused(host):
+    with pytest.raises(HostError, match=r"127.0.0.1:\d+ and localhost:\d+ are one worker"):
+        async with cluster(host.place, f"localhost:{host.port}"):
+            pass

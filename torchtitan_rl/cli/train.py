@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = PROGRAM) -> int:
             if config is not None and is_to_be_submitted(config):
                 return submit(config, arguments, dry="--dry_run" in arguments)
         switched_off()  # modules read it as they are imported, too late for a plain message
-    except ValueError as error:
+    except (ValueError, TorchtitanRLError) as error:
         from torchtitan_rl.observability.console import print_error
 
         print_error("error", str(error))
@@ -127,8 +127,10 @@ def lending_node(config: RunConfig) -> "Node | None":
 
     if chosen_launcher(config.cluster) != "torchrun":
         return None
-    from torchtitan_rl.hosts.launchers.torchrun import Node
+    from torchtitan_rl.hosts.launchers.torchrun import VARIABLE, Node
 
+    if VARIABLE not in os.environ:  # which is said when the launcher is made
+        return None
     node = Node.from_environment(os.environ)
     return node if node.rank else None
 

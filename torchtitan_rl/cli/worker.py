@@ -2,14 +2,16 @@
 
 import argparse
 import asyncio
+import os
 import signal
 import sys
 import threading
 from collections.abc import Sequence
 
 from torchtitan_rl.core.errors import TorchtitanRLError
-from torchtitan_rl.hosts.secret import LEAST_LENGTH, load_secret
-from torchtitan_rl.hosts.worker import USUAL_PORT, Worker, listening_address
+from torchtitan_rl.hosts.addresses import USUAL_PORT, listening_address
+from torchtitan_rl.hosts.secret import LEAST_LENGTH, VARIABLE, load_secret
+from torchtitan_rl.hosts.worker import Worker
 
 
 def main(argv: Sequence[str], *, prog: str) -> int:
@@ -46,6 +48,9 @@ def main(argv: Sequence[str], *, prog: str) -> int:
     try:
         address, port = listening_address(options.address, allow_public=options.allow_public)
         secret = read_secret() if options.stdin else load_secret(options.secret_file)
+        os.environ.pop(
+            VARIABLE, None
+        )  # actors, and tools that models call, inherit the environment
         asyncio.run(serve(address, port, secret, once=options.once, watch_stdin=options.stdin))
     except TorchtitanRLError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from torchtitan_rl.config.cluster import ClusterConfig
 from torchtitan_rl.core.waiting import together
+from torchtitan_rl.hosts.addresses import split_address
 from torchtitan_rl.hosts.host import THIS_HOST, Host, RemoteHost, ThisHost
 from torchtitan_rl.hosts.launchers.launcher import Launcher, make_launcher
 from torchtitan_rl.hosts.link import Link, LinkThread
 from torchtitan_rl.hosts.messages import HostError
-from torchtitan_rl.hosts.worker import split_address
 from torchtitan_rl.observability.console import console
 
 LOOK_SECONDS = 0.2
@@ -96,18 +96,23 @@ class Cluster(AbstractAsyncContextManager["Cluster"]):
             self._thread = LinkThread()
             # A worker knows by it whether a controller that connects is the one that it had.
             owner = f"{socket.gethostname()} {secrets.token_hex(8)}"
-            for place in places:
-                address, port = await _resolved(place)
+            resolved = [await _resolved(place) for place in places]
+            for number, (address, port) in enumerate(resolved):
+                if (address, port) in resolved[:number]:
+                    raise HostError(
+                        f"{places[resolved.index((address, port))]} and {places[number]} are one "
+                        f"worker, at {address} port {port}: name each host once"
+                    )
                 link = Link(
                     address,
                     port,
                     secret=self._launcher.secret,
                     run=self._run,
-                    owner=owner,
+                    owner=f"{owner} {number}",
                     silence=self._config.silence_seconds,
                 )
                 self._links.append(link)
-                self.remote.append(RemoteHost(place, link, self._thread))
+                self.remote.append(RemoteHost(places[number], link, self._thread))
             for link in self._links:
                 self._thread.loop.call_soon_threadsafe(link.start)
             await self.wait_for_all()
@@ -117,15 +122,17 @@ class Cluster(AbstractAsyncContextManager["Cluster"]):
         return self
 
     async def __aexit__(self, *_error: object) -> None:
-        if self._thread is not None:
-            thread = self._thread
-            await together(*(thread.run(link.close()) for link in self._links))
-            thread.close()
-            self._thread = None
-        self._links.clear()
-        self.remote.clear()
-        if self._launcher is not None:
-            await self._launcher.stop()
+        thread, self._thread = self._thread, None
+        try:
+            if thread is not None:
+                await together(*(thread.run(link.close()) for link in self._links))
+        finally:  # also if that is cancelled
+            if thread is not None:
+                thread.close()
+            self._links.clear()
+            self.remote.clear()
+            if self._launcher is not None:
+                await self._launcher.stop()
 
     async def wait_for_all(self) -> None:
         """Return when every host is connected; an error names those that do not come in time, and

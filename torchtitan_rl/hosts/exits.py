@@ -52,8 +52,8 @@ class Exit:
         finally:
             if self._descriptor >= 0:
                 os.close(self._descriptor)
-        if self._on_exit:
-            self._on_exit(self.how)
+            if self._on_exit:
+                self._on_exit(self.how)
 
     def _status(self) -> str:
         try:
@@ -64,7 +64,9 @@ class Exit:
         except ChildProcessError:  # collected already, or no child of this process
             pass
         if self._descriptor >= 0:
-            select.select([self._descriptor], [], [])  # readable when it has ended
+            ending = select.poll()
+            ending.register(self._descriptor, select.POLLIN)  # readable when it has ended
+            ending.poll()
         while self._descriptor < 0 and psutil.pid_exists(self._pid):
             time.sleep(POLL_SECONDS)
         status = _status_of_collected(self._descriptor)

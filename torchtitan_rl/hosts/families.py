@@ -105,18 +105,18 @@ def kill(processes: Iterable[psutil.Process]) -> set[psutil.Process]:
     """Kill all but the cleaners and what they have started, which are returned."""
     found, parents = list(processes), {}
     for process in found:
-        with contextlib.suppress(psutil.NoSuchProcess):
+        with contextlib.suppress(psutil.Error):
             parents[process] = process.ppid()
     spared = {process for process in parents if _is_cleaner(process)}
     pids = {process.pid for process in spared}
     spared |= {process for process, parent in parents.items() if parent in pids}
     for process in parents.keys() - spared:
-        with contextlib.suppress(psutil.NoSuchProcess):
+        with contextlib.suppress(psutil.Error):
             process.kill()
     return spared
 
 
 def _is_cleaner(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
+    with contextlib.suppress(psutil.Error):
         return any(cleaner in " ".join(process.cmdline()) for cleaner in CLEANERS)
     return False

@@ -22,8 +22,10 @@ from torchtitan_rl.platform.janitor import Janitor
 
 ASK_SECONDS = 60.0
 """How long a host may take to answer, unless more is to be done there."""
-LARGE_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
+WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ot")
 """Endings of files with weights, which are not sent as messages."""
+SMALL, PIECE = 64 << 20, 1 << 20
+"""Most bytes of a file that is sent as messages, and of one message of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,12 +298,13 @@ class RemoteHost:
     async def send_small_files(self, folder: Path, **others: bytes) -> str:
         """Send the files of a folder, except weights, and others, by name; returns the path of the
         copy. The worker removes it when the run ends."""
-        small = (p for p in folder.iterdir() if p.is_file() and p.suffix not in LARGE_FILES)
-        files = {path.name: path.read_bytes() for path in small} | others
+        small = (p for p in folder.iterdir() if p.is_file() and p.stat().st_size <= SMALL)
+        files = {p.name: p.read_bytes() for p in small if p.suffix not in WEIGHT_FILES} | others
         own, at = f"model-{next(self._families)}-{folder.name}", ""
         for name, content in files.items():
-            data = base64.b64encode(content).decode()
-            at = await self.ask("write_file", folder=own, name=name, data=data)
+            for start in range(0, max(len(content), 1), PIECE):
+                data = base64.b64encode(content[start : start + PIECE]).decode()
+                at = await self.ask("write_file", folder=own, name=name, data=data, more=start > 0)
         return at
 
     def _on_change(self) -> None:
@@ -333,7 +336,7 @@ class RemoteProcesses:
 
     @property
     def ends(self) -> dict[int, str]:
-        ended = self._session.ends.get(self._family, {})
+        ended = dict(self._session.ends.get(self._family, {}))  # another thread adds to it
         return {rank: how for rank, how in ended.items() if how}
 
     @property
@@ -359,6 +362,8 @@ async def check_reachable(hosts: Sequence[RemoteHost]) -> str:
     """Why some of the hosts could not connect to the first; empty: they can. For ranks that are
     about to meet there: torch would wait for half an hour."""
     first, *others = hosts
+    if not others:
+        return ""
     port = await first.ask("free_port", listen=True)
     found = await together(
         *(h.ask("reach", address=first.address, port=port, within=5.0) for h in others)

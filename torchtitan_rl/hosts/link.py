@@ -20,7 +20,7 @@ from torchtitan_rl.hosts.messages import (
     Messages,
 )
 from torchtitan_rl.hosts.secret import is_proof, new_number, proof
-from torchtitan_rl.hosts.worker import START_SECONDS
+from torchtitan_rl.hosts.session import START_SECONDS
 
 AGAIN_SECONDS = 1.0
 """How long to wait before a host that cannot be reached is tried again."""
@@ -102,7 +102,7 @@ class Link:
         """Whether the worker does not want this controller."""
 
     def on_change(self, callback: Callable[[], None]) -> None:
-        """Have a function called, on the link's thread, when the host comes or goes."""
+        """Have a function called, on the link's thread, when the connection is there or lost."""
         self._on_change.append(callback)
 
     def start(self) -> None:
@@ -142,21 +142,19 @@ class Link:
         while not self._closing:
             try:
                 session = await self._connect()
-            except (ClosedError, KeyError, TypeError, ValueError) as error:
-                self.refused = False  # it was another worker that did not want this controller
-                self._note(None, describe_error(error) if not str(error) else str(error))
-            except RefusedError as error:
-                self.refused = True
-                self._note(None, str(error))
+            except Exception as error:  # whatever listens there, it is tried again
+                self.refused = isinstance(error, RefusedError)
+                self._note(None, _described(error))
             else:
                 self.refused = False
                 self._note(session, "")
+                why = "the run has ended"
                 try:
                     why = await self._listen(session)
-                except asyncio.CancelledError:
-                    self._lose(session, "the run has ended")
-                    raise
-                self._lose(session, "the run has ended" if self._closing else why)
+                except Exception as error:
+                    why = _described(error)
+                finally:
+                    self._lose(session, "the run has ended" if self._closing else why)
             if not self._closing:
                 await asyncio.sleep(AGAIN_SECONDS)
 
@@ -200,10 +198,11 @@ class Link:
             while True:
                 # Each ping is answered, so a host that says nothing is lost.
                 message = await session.messages.receive(self._silence)
+                if "leaving" in message:
+                    return str(message["leaving"])
                 if "ended" in message:
                     family = session.ends.setdefault(message["ended"], {})
                     family[message["rank"]] = message["how"]
-                    self._tell()
                 elif (answer := session.answers.get(message.get("id", 0))) is not None:
                     if answer.done():
                         continue
@@ -231,14 +230,20 @@ class Link:
 
     def _note(self, session: Session | None, error: str) -> None:
         self.session, self.error = session, error
-        self._tell()
-
-    def _tell(self) -> None:
         for callback in self._on_change:
             callback()
 
 
+def _described(error: Exception) -> str:
+    """Why there is no connection, in a few words."""
+    if isinstance(error, HostError):
+        return str(error)
+    return f"what listens there is no worker of torchtitan_rl ({describe_error(error)})"
+
+
 def _checked(message: dict[str, Any]) -> dict[str, Any]:
+    if "busy" in message:  # perhaps by a run that is just ending
+        raise ClosedError(str(message["busy"]))
     if "error" in message:
         raise RefusedError(str(message["error"]))
     return message

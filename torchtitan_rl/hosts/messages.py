@@ -87,7 +87,7 @@ class Messages:
             raise ClosedError(reason(error)) from error
         try:
             message = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             message = None
         if not isinstance(message, dict):
             raise ClosedError("the other end does not speak as torchtitan_rl does")
@@ -105,6 +105,7 @@ class Messages:
             if not chunk:
                 raise ClosedError("the connection was closed")
             self._received += chunk
+            self.heard = asyncio.get_running_loop().time()  # a long message may take its time
         line = bytes(self._received[:end])
         del self._received[: end + 1]
         return line

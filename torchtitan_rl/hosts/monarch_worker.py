@@ -9,6 +9,7 @@ import sys
 
 from setproctitle import setproctitle
 
+from torchtitan_rl.hosts.addresses import family_of, join_address
 from torchtitan_rl.platform.parent import die_with
 from torchtitan_rl.platform.third_party import prepare
 from torchtitan_rl.platform.worker_main import PARENT_VARIABLE
@@ -31,15 +32,11 @@ def main() -> None:
     # The kernel gives a port to one process at a time, so hardly anybody else gets it meanwhile.
     with socket.create_server((address, 0), family=family_of(address)) as probe:
         port = probe.getsockname()[1]
-    host = f"[{address}]" if ":" in address else address
-    place = service_proc_addr(f"tcp://{host}:{port}", new_service_proc_id())
-    print(f"{READY}{place}", flush=True)
-    run_worker_loop_forever(address=place, ca="trust_all_connections")
-
-
-def family_of(address: str) -> socket.AddressFamily:
-    """Kind of an IP address."""
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
+    # The identity is random: who does not know it gets no answer.
+    server = service_proc_addr(f"tcp://{join_address(address, port)}", new_service_proc_id())
+    print(f"{READY}{server}", flush=True)
+    os.dup2(2, 1)  # nobody reads the pipe any more
+    run_worker_loop_forever(address=server, ca="trust_all_connections")
 
 
 if __name__ == "__main__":

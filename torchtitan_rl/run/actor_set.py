@@ -14,7 +14,7 @@ from torchtitan_rl.observability.run_folder import RunFolder
 from torchtitan_rl.observability.timeline import Timeline
 from torchtitan_rl.platform import DeviceType, device_type
 from torchtitan_rl.run.host_weights import HostWeights
-from torchtitan_rl.run.placements import place_actors
+from torchtitan_rl.run.placements import check_gpus_of_hosts, place_actors
 from torchtitan_rl.run.starting_model import model_folder
 from torchtitan_rl.supervision.environments import Environments
 from torchtitan_rl.supervision.generators import Generators
@@ -105,7 +105,9 @@ class ActorSet:
         await together(*starting)
 
     async def check_files(self, *, training: bool = True) -> None:
-        """Refuse hosts that lack files which their actors need: before anybody waits for them."""
+        """Refuse hosts that lack GPUs or files which their actors need: before anybody waits for
+        them."""
+        check_gpus_of_hosts(self._placements, has_reference=self.references is not None)
         computing = [*self._placements.trainer.hosts] if training else []
         if training:
             await self._cluster.check_shared(self._folder.path, computing, "the run's folder")

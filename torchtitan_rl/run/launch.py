@@ -21,6 +21,7 @@ from torchtitan_rl.core.waiting import Interrupted
 from torchtitan_rl.hosts.cluster import Cluster, PlannedHosts
 from torchtitan_rl.hosts.launchers.launcher import chosen_launcher
 from torchtitan_rl.hosts.link import HostLostError
+from torchtitan_rl.hosts.messages import HostError
 from torchtitan_rl.models.makers import smollm2
 from torchtitan_rl.models.makers.tiny import write_tiny_model
 from torchtitan_rl.observability.console import console, error_console, print_error, print_summary
@@ -34,7 +35,6 @@ from torchtitan_rl.run.grace import grace_seconds
 from torchtitan_rl.run.placements import place_actors
 from torchtitan_rl.run.starting_model import model_folder
 from torchtitan_rl.run.warm_start import check_demonstrations, ensure_starting_model
-from torchtitan_rl.supervision.calls import HostGoneError
 from torchtitan_rl.supervision.spawn import adopt_orphans, end_all_processes
 from torchtitan_rl.tasks.trial import build_task, try_rewards
 
@@ -58,7 +58,7 @@ def launch(config: RunConfig, *, dry: bool = False) -> int:
             return show_hosts(config)
         adopt_orphans()
         return launch_dry_run(config) if dry else launch_run(config, lock)
-    except ValueError as error:
+    except (ValueError, HostError) as error:
         print_error("error", str(error))
         return 2
     except KeyboardInterrupt:
@@ -274,7 +274,7 @@ async def outlast_hosts(cluster: Cluster, attempt: Callable[[], Awaitable[None]]
 
 def lost_host(error: BaseException) -> BaseException | None:
     """The error about a lost host that has led to an error, if one has."""
-    return find_cause(error, HostGoneError) or find_cause(error, HostLostError)
+    return find_cause(error, HostLostError)
 
 
 def find_cause(error: BaseException | None, kind: type[Cause]) -> Cause | None:

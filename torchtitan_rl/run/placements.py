@@ -28,11 +28,13 @@ class Placements:
     environment: Placement
 
     def describe(self) -> list[str]:
-        """A line for each actor: its hosts, processes and GPUs."""
+        """Lines about the actors: their hosts, processes and GPUs."""
         named = [
             ("trainer", self.trainer),
             *((f"generator {i}", placement) for i, placement in enumerate(self.generators)),
             ("grader", self.grader),
+            ("environment, if a task needs one", self.environment),
+            ("reference, if a loss needs one", self.reference),
         ]
         return [f"{name}: {describe(placement)}" for name, placement in named]
 

@@ -10,6 +10,7 @@ from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionErr
 from torchtitan_rl.core.errors import TorchtitanRLError
 from torchtitan_rl.core.waiting import Result, as_task, cancel
 from torchtitan_rl.hosts.exits import describe_exit
+from torchtitan_rl.hosts.link import HostLostError
 
 
 class WorkerDiedError(TorchtitanRLError, RuntimeError):
@@ -20,8 +21,8 @@ class ProcessEndedError(WorkerDiedError):
     """A process has ended; the message does not yet name the actor and the call."""
 
 
-class HostGoneError(ProcessEndedError):
-    """A host on which processes of an actor were is lost."""
+class HostGoneError(ProcessEndedError, HostLostError):
+    """An actor has ended with its host."""
 
 
 class DeadlineError(TorchtitanRLError, TimeoutError):

@@ -24,7 +24,6 @@ from torchtitan_rl.observability.console import console
 from torchtitan_rl.observability.timeline import Timeline
 from torchtitan_rl.supervision.calls import (
     DeadlineError,
-    HostGoneError,
     WorkerDiedError,
     call_with_deadline,
 )
@@ -464,7 +463,7 @@ async def _was_lost(replica: Replica, error: Exception) -> bool:
     for spawned in replica.processes:
         await spawned.settle()
     gone = any(spawned.lost_host for spawned in replica.processes)
-    return gone or isinstance(error, HostLostError | HostGoneError)
+    return gone or isinstance(error, HostLostError)
 
 
 def is_death(error: BaseException) -> bool:

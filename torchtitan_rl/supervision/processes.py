@@ -225,6 +225,7 @@ async def _start_on(
     """Start the processes of an actor, and watch them; returns Monarch's mesh and the processes."""
     hosts = placement.hosts
     procs = await _start_processes(name, hosts, placement.per_host, commands)
+    parts: list[HostProcesses] = []
     try:
         if distributed:
             await setup_torch_elastic_env_async(procs, *await _meeting_point(hosts))
@@ -232,13 +233,13 @@ async def _start_on(
         count = placement.processes
         asking = procs.spawn("process_info", ProcessInfo).get.call(ranks=count)
         pids = per_rank(await asyncio.wait_for(as_task(asking), start_seconds()))
-        parts = []
         for number, (host, files) in enumerate(zip(hosts, opened, strict=True)):
             own = pids[number * placement.per_host : (number + 1) * placement.per_host]
             parts.append(await host.adopt(own, files))
         return procs, parts
     except BaseException:
         await _give_up(procs)
+        await together(*(part.end(set()) for part in parts))
         raise
 
 

@@ -229,11 +229,15 @@ class Relay:
                     _log.warning("the relay cannot take a connection: %s", error)
                     self._closing.wait(0.1)
                 continue
-            stream = self._opened(Stream(connection, self._seconds))
-            serve = threading.Thread(
-                target=self._serve, args=(stream,), name="relay-out", daemon=True
-            )
-            serve.start()
+            try:
+                stream = self._opened(Stream(connection, self._seconds))
+                serve = threading.Thread(
+                    target=self._serve, args=(stream,), name="relay-out", daemon=True
+                )
+                serve.start()
+            except (OSError, RuntimeError) as error:  # it has gone, or there are too many threads
+                _log.warning("the relay cannot serve a connection: %s", error)
+                connection.close()
 
     def _serve(self, stream: Stream) -> None:
         try:

@@ -15,8 +15,8 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from torchtitan_rl.core.errors import TorchtitanRLError
+from torchtitan_rl.hosts.addresses import USUAL_PORT
 from torchtitan_rl.hosts.secret import VARIABLE as SECRET_VARIABLE
-from torchtitan_rl.hosts.worker import USUAL_PORT
 
 Manifest = dict[str, Any]
 

@@ -67,6 +67,11 @@ def chosen_launcher(config: ClusterConfig) -> str:
     if config.launcher != "auto":
         return config.launcher
     if "TORCHELASTIC_RUN_ID" in os.environ:
+        if config.hosts:
+            raise LaunchError(
+                "torchrun has started this command, and cluster.hosts names hosts besides: use one "
+                "of the two"
+            )
         return "torchrun"
     return "hosts" if config.hosts else "here"
 

@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torchtitan_rl.config.cluster import ClusterConfig
+from torchtitan_rl.hosts.addresses import USUAL_PORT
 from torchtitan_rl.hosts.launchers.slurm_commands import SlurmError, ask, not_found
 from torchtitan_rl.hosts.secret import new_secret
-from torchtitan_rl.hosts.worker import USUAL_PORT
 
 WORKER = (sys.executable, "-m", "torchtitan_rl", "worker", "--stdin")
 """Command of a worker that has the secret from its standard input, and ends with that."""
@@ -204,7 +204,8 @@ class SlurmHosts:
             await asyncio.wait_for(asyncio.shield(self._reading), STOP_SECONDS)
         except TimeoutError:
             self._srun.terminate()  # srun then kills them
-            await self._reading
+            await asyncio.wait({self._reading}, timeout=STOP_SECONDS)
+            self._reading.cancel()
 
 
 def why_task_gone(said: Sequence[str], number: int, node: str) -> str:

@@ -38,9 +38,11 @@ job_state() {{
 only_this_shell() {{
   [ "$told" = RUNNING ] || scontrol show config | grep -q 'ProctrackType *= proctrack/cgroup'
 }}
+asked=
 told=
 on_term() {{
-  if [ -n "$told" ]; then return; fi
+  if [ -n "$asked" ]; then return; fi
+  asked=yes  # a second signal may come while Slurm is asked
   told=$(job_state)
   told=${{told:-RUNNING}}  # no answer: rather one signal too many than none
   if only_this_shell; then kill -TERM "$training"; fi

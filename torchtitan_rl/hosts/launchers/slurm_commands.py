@@ -6,6 +6,9 @@ from pathlib import Path
 
 from torchtitan_rl.hosts.launchers.launcher import LaunchError
 
+ANSWER_SECONDS = 120
+"""How long a command may take: a busy cluster's controller makes it wait."""
+
 
 class SlurmError(LaunchError, ValueError):
     """Slurm cannot do what was asked; the message says why, in Slurm's words if it has any."""
@@ -30,7 +33,10 @@ def ask(
             capture_output=True,
             text=True,
             env=None if environment is None else dict(environment),
+            timeout=ANSWER_SECONDS,
         )
+    except subprocess.TimeoutExpired:
+        raise SlurmError(f"{command[0]} has not answered for {ANSWER_SECONDS} s") from None
     except FileNotFoundError:
         raise not_found(command[0]) from None
     if done.returncode:

@@ -3,8 +3,9 @@
 import asyncio
 import contextlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from torchtitan_rl.hosts.addresses import join_address
 from torchtitan_rl.hosts.launchers.launcher import LaunchError
 from torchtitan_rl.observability.console import console
 
@@ -29,13 +30,15 @@ class StartedWorker:
     def __init__(
         self,
         name: str,
-        command: Sequence[str],
+        command: Callable[[int], Sequence[str]],
         secret: str,
         *,
+        port: int = 0,
         environment: Mapping[str, str] | None = None,
     ) -> None:
+        """`command` is that of a worker at a port; with port 0, it keeps the one that it finds."""
         self.name, self._command, self._secret = name, command, secret
-        self._environment = environment
+        self._port, self._environment = port, environment
         self._process: asyncio.subprocess.Process | None = None
         self._keeping: asyncio.Task[None] | None = None
         self._said: list[str] = []
@@ -76,9 +79,10 @@ class StartedWorker:
 
     async def _start(self) -> None:
         self._said.clear()
+        command = self._command(self._port)
         try:
             self._process = await asyncio.create_subprocess_exec(
-                *self._command,
+                *command,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
@@ -87,7 +91,7 @@ class StartedWorker:
             )
         except OSError as error:
             raise LaunchError(
-                f"host {self.name}: {self._command[0]} cannot be run: {error.strerror}"
+                f"host {self.name}: {command[0]} cannot be run: {error.strerror}"
             ) from error
         assert self._process.stdin is not None
         self._process.stdin.write(f"{self._secret}\n".encode())
@@ -96,9 +100,13 @@ class StartedWorker:
         """Note a line of its output; False: it has closed that."""
         assert self._process is not None
         assert self._process.stdout is not None
-        line = (await self._process.stdout.readline()).decode(errors="replace").rstrip()
+        try:
+            line = (await self._process.stdout.readline()).decode(errors="replace").rstrip()
+        except ValueError:  # a line that is too long is dropped
+            return True
         if found := LISTENING.search(line):
-            self.place = f"{found[1]}:{found[2]}"
+            self._port = int(found[2])
+            self.place = join_address(found[1], self._port)
         elif line:
             self._said = [*self._said, line][-SAID_LINES:]
         return bool(line) or not self._process.stdout.at_eof()
@@ -108,16 +116,16 @@ class StartedWorker:
 
     async def _keep(self) -> None:
         """Read on, and start it again when it has ended: its host may have been restarted."""
+        printed = ""
         while True:
             while await self._read_line():
                 pass
             assert self._process is not None
             await self._process.wait()
-            console.print(
-                f"the worker of host {self.name} has ended ({self._last_words()}); starting it "
-                "again",
-                markup=False,
-            )
+            why = f"the worker of host {self.name} has ended ({self._last_words()})"
+            if why != printed:
+                console.print(f"{why}; starting it again", markup=False)
+            printed = why
             await asyncio.sleep(AGAIN_SECONDS)
             with contextlib.suppress(LaunchError):
                 await self._start()

@@ -8,6 +8,7 @@ a node only wait. They find each other by torchrun's own store.
 """
 
 import asyncio
+import contextlib
 import os
 import socket
 import sys
@@ -18,6 +19,7 @@ from datetime import timedelta
 from typing import Any
 
 from torchtitan_rl.config.cluster import ClusterConfig
+from torchtitan_rl.hosts.addresses import join_address
 from torchtitan_rl.hosts.launchers.launcher import LaunchError
 from torchtitan_rl.hosts.launchers.started import StartedWorker
 from torchtitan_rl.hosts.secret import new_secret
@@ -74,7 +76,9 @@ class Node:
             raise LaunchError(
                 f"torchrun's store at {self.address} port {self.port} cannot be reached: {error}"
             ) from error
-        return PrefixStore(PREFIX, store)
+        # What an attempt before has left there is not for this one.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return PrefixStore(f"{PREFIX}/{attempt}", store)
 
     def own_address(self) -> str:
         """Address of this machine towards the store's."""
@@ -109,19 +113,17 @@ class TorchrunHosts:
 
     async def start(self) -> list[str]:
         node = self._node
-        self._store = node.store()
+        self._store = await asyncio.to_thread(node.store)
         self._store.set("secret", self.secret)
         address = node.own_address()
         if node.nodes > 1:
             # This machine may know its own name as an address of the loopback; node 1 does not.
-            address = self._store.get("address_of_0").decode()
+            address = await _value(self._store, "address_of_0", "node 1 of torchrun")
         self._own = started_worker(address, self._port, self.secret)
         places = [await self._own.start()]
         for number in range(1, node.nodes):
-            try:
-                places.append(self._store.get(f"place_of_{number}").decode())
-            except RuntimeError as error:
-                raise LaunchError(f"node {number} of torchrun has no worker: {error}") from error
+            who = f"the worker of node {number} of torchrun"
+            places.append(await _value(self._store, f"place_of_{number}", who))
         if errors := [place for place in places if place.startswith("error: ")]:
             raise LaunchError("; ".join(errors))
         return places
@@ -130,10 +132,11 @@ class TorchrunHosts:
         return ""
 
     async def stop(self) -> None:
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError):  # it has gone with torchrun
+                self._store.set("ended", "")
         if self._own is not None:
             await self._own.stop()
-        if self._store is not None:
-            self._store.set("ended", "")
 
 
 def lend(node: Node, port: int) -> int:
@@ -149,7 +152,7 @@ def lend(node: Node, port: int) -> int:
 async def _lend(node: Node, store: Any, port: int) -> int:
     if node.number == 1:
         store.set("address_of_0", node.stores_address())
-    secret = (await asyncio.to_thread(store.get, "secret")).decode()
+    secret = await _value(store, "secret", "rank 0 of torchrun")
     worker = started_worker(node.own_address(), port, secret)
     try:
         place = await worker.start()
@@ -165,6 +168,19 @@ async def _lend(node: Node, store: Any, port: int) -> int:
     return 0
 
 
+async def _value(store: Any, key: str, who: str) -> str:
+    """What another node has put into the store; an error names it if it does not do so in time."""
+    end = time.monotonic() + STORE_SECONDS
+    try:
+        while not store.check([key]):
+            if time.monotonic() > end:
+                raise LaunchError(f"waited {STORE_SECONDS:.0f} s for {who}")
+            await asyncio.sleep(LOOK_SECONDS / 5)
+        return str(store.get(key).decode())
+    except RuntimeError as error:
+        raise LaunchError(f"torchrun's store has gone while waiting for {who}: {error}") from error
+
+
 def _ended(store: Any) -> bool:
     """Whether the run has ended, or torchrun's store with it."""
     try:
@@ -175,11 +191,14 @@ def _ended(store: Any) -> bool:
 
 def started_worker(address: str, port: int, secret: str) -> StartedWorker:
     """A worker on this machine, for actors that know nothing of torchrun."""
-    place = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
-    command = [sys.executable, "-m", "torchtitan_rl", "worker", "--address", place, "--stdin"]
+
+    def command(port: int) -> list[str]:
+        place = join_address(address, port)
+        return [sys.executable, "-m", "torchtitan_rl", "worker", "--address", place, "--stdin"]
+
     environment = {
         name: value
         for name, value in os.environ.items()
         if name not in OWN and not name.startswith(PREFIXES)
     }
-    return StartedWorker(address, command, secret, environment=environment)
+    return StartedWorker(address, command, secret, port=port, environment=environment)
