@@ -140,6 +140,10 @@ def test_a_run_whose_trainer_is_gone_can_be_ended(machines, env, tmp_path, how):
         assert "it works for run gone since" in " ".join(busy.stderr.split())
         trainers.kill()
         until(lambda: "waiting for hosts" in (tmp_path / "said").read_text(), "the run waits")
+        if how == "SIGTERM":
+            same = controllers.run([*command, "--run_name", "gone", "--resume"], env=env)
+            assert same.returncode == 2  # the folder is still locked
+            assert "gone" in same.stderr
         if how != "wait_seconds":
             run.signal(getattr(signal, how))
         run.wait(20)
