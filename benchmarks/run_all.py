@@ -1,6 +1,6 @@
 """Run every benchmark, keep its JSON lines under outputs/benchmarks/, and show a table.
 
-python benchmarks/run_all.py            all but peer_trl, which installs TRL, and ablation: an hour
+python benchmarks/run_all.py            all but those in ONLY_NAMED: an hour
 python benchmarks/run_all.py overhead   those whose name contains a word
 """
 
@@ -20,7 +20,8 @@ NOT_BENCHMARKS = {
     "relay_chain.py",
     *("peer_work.py", "peer_ours.py", "peer_theirs.py", "profiled.py"),
 }
-ONLY_NAMED = {"ablation.py", "peer_trl.py"}
+ONLY_NAMED = {"ablation.py", "peer_trl.py", "hosts_survival.py"}
+"""Those that take long or, as peer_trl, install something."""
 
 
 def main(words: list[str]) -> int:

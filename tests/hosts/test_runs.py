@@ -128,7 +128,7 @@ def test_a_run_whose_trainer_does_not_come_back_ends(machines, env, tmp_path):
             lend(machine, env)
         hosts = f"{trainers.address},{other.address}"
         command = [*TRAIN, "--output_dir", tmp_path, "--hosts", hosts, "--config", "trainer_gone"]
-        command += ["--cluster.wait_seconds", 3]
+        command += ["--cluster.wait_seconds", 6]
         with (tmp_path / "said").open("w") as said:
             run = controllers.start(
                 [*command, "--run_name", "gone"], env=env, stdout=said, stderr=said
@@ -137,11 +137,15 @@ def test_a_run_whose_trainer_does_not_come_back_ends(machines, env, tmp_path):
         busy = controllers.run([*command, "--run_name", "second"], env=env)
         assert "it works for run gone since" in " ".join(busy.stderr.split())
         trainers.kill()
+        until(lambda: "waiting for hosts" in (tmp_path / "said").read_text(), "the run waits")
+        same = controllers.run([*command, "--run_name", "gone", "--resume"], env=env)
+        assert same.returncode == 2  # the folder is still locked
+        assert "gone" in same.stderr
         run.wait(40)
         text = " ".join((tmp_path / "said").read_text().split())
         assert run.returncode == 1, text
         assert "waiting for hosts" in text
-        assert f"waited 3 s (cluster.wait_seconds) for host {trainers.address}: no " in text
+        assert f"waited 6 s (cluster.wait_seconds) for host {trainers.address}: no " in text
         assert "the same command with --run_name gone --resume continues" in text
         until(lambda: len(other.commands()) == 1, "the worker is alone")
         assert controllers.commands() == []

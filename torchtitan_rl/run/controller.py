@@ -95,8 +95,8 @@ class Controller:
     def __init__(
         self, config: RunConfig, *, lock: RunLock | None = None, cluster: Cluster | None = None
     ) -> None:
-        """`lock` is the run folder's, if the caller has acquired it already. `cluster` has the
-        hosts of the run, connected; without one, it is on this host."""
+        """`lock` is the run folder's, if the caller has acquired it already, who releases it.
+        `cluster` has the hosts of the run, connected; without one, it is on this host."""
         check_code(config)
         if not config.run_name:
             raise ValueError("run_name is empty: name the folder of the run under output_dir")
@@ -113,7 +113,7 @@ class Controller:
             hidden_size=hf_config["hidden_size"],
         )
         self.folder = RunFolder(Path(config.output_dir) / config.run_name, resume=config.resume)
-        self.lock = lock or RunLock(self.folder.path)
+        self.lock, self.owns_lock = lock or RunLock(self.folder.path), lock is None
         self.task = build_task(config.task, seed=config.seed)
         self.tasks = self.task.members()
         self.batch_filter = BatchFilter(config.trainer.batch_filter)
@@ -478,10 +478,11 @@ class Controller:
             console.print(f"changed since the run started: {change}", markup=False)
 
     async def __aexit__(self, *_error: object) -> None:
-        """Stop every process of the run, and unlock its folder."""
+        """Stop every process of the run, and unlock its folder if nobody else is to."""
         await self.close_stream()
         await self.sync.close()
         await self.actors.stop()
         self.timeline.close()
         self.while_it_runs.close()
-        self.lock.release()
+        if self.owns_lock:  # else the run may go on, when a lost host is back
+            self.lock.release()
