@@ -90,7 +90,7 @@ class ClusterConfig:
     """Hosts of the run, each a name or an address, with `:<port>` if its worker has not the usual
     one. `--hosts a,b` sets it, and `--ssh a,b` also the launcher."""
     port: int = 0
-    """Port of workers that this command starts. 0: any that is free; for Slurm, 26600."""
+    """Port of workers that this command starts. 0: any that is free."""
     ssh: str = "ssh"
     """The ssh command, with options of your own: `ssh -i key -p 2222`."""
     secret_file: str = ""

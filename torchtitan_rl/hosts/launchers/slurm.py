@@ -17,19 +17,15 @@ from dataclasses import dataclass
 from torchtitan_rl.config.cluster import ClusterConfig
 from torchtitan_rl.hosts.addresses import USUAL_PORT
 from torchtitan_rl.hosts.launchers.slurm_commands import SlurmError, ask, not_found
+from torchtitan_rl.hosts.launchers.started import LISTENING, SAID_LINES, START_SECONDS
 from torchtitan_rl.hosts.secret import new_secret
 
 WORKER = (sys.executable, "-m", "torchtitan_rl", "worker", "--stdin")
 """Command of a worker that has the secret from its standard input, and ends with that."""
-START_SECONDS = 120.0
-"""How long the workers may take until all listen."""
 STOP_SECONDS = 10.0
 """How long the workers may take to end."""
-SAID_LINES = 5
-"""Most lines of a worker's output that an error quotes."""
 LABELLED = re.compile(r" *(\d+): (.*)")
 """A line of a task, as srun --label prints it."""
-LISTENING = re.compile(r"listening at (\S+) port (\d+)")
 
 
 @dataclass(frozen=True, slots=True)
