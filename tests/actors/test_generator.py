@@ -11,7 +11,7 @@ from tests.support import small_engine
 from torchtitan_rl.actors.generator import VLLMGenerator
 from torchtitan_rl.config import SamplingConfig
 from torchtitan_rl.core.seeds import sample_seed
-from torchtitan_rl.hosts.families import started_by
+from torchtitan_rl.hosts.watched import started_by
 from torchtitan_rl.supervision.spawn import spawn_generator
 
 PROMPT = list(range(40))  # longer than a KV block, so that its prefix is cached

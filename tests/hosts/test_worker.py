@@ -113,7 +113,7 @@ async def test_a_session_starts_and_ends_everything(host, tmp_path):
         port = await lent.free_port()
         assert 0 < port < 65536
         with pytest.raises(HostError, match="have ended, or are not of this run"):
-            await lent.adopt([os.getpid()], opened)
+            await lent.watch([os.getpid()], opened)
         with pytest.raises(HostError, match=r"not in the session's folder"):
             await lent.ask("write_file", folder="../..", name="x", data="", more=False)
         with pytest.raises(HostError, match="a worker cannot 'dance'"):

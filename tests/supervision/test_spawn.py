@@ -19,7 +19,7 @@ import pytest
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 
 from torchtitan_rl.actors.grader import Grader
-from torchtitan_rl.hosts import exits, families
+from torchtitan_rl.hosts import exits, watched
 from torchtitan_rl.hosts.exits import Exit
 from torchtitan_rl.hosts.host import LocalProcesses
 from torchtitan_rl.platform.worker_main import PARENT_VARIABLE
@@ -32,13 +32,13 @@ from torchtitan_rl.tasks.sum_digits import SumDigits
 def test_a_process_has_ended_before_and_after_it_is_collected():
     child = subprocess.Popen(["sleep", "60"])
     process = psutil.Process(child.pid)
-    assert not families.has_ended(process)
+    assert not watched.has_ended(process)
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert families.has_ended(process)
+    assert watched.has_ended(process)
     child.wait()
-    assert families.has_ended(process)
-    assert not families.has_ended(psutil.Process(os.getppid()))  # no child
+    assert watched.has_ended(process)
+    assert not watched.has_ended(psutil.Process(os.getppid()))  # no child
 
 
 SPAWN_A_GRADER = """

@@ -14,9 +14,9 @@ import psutil
 
 from torchtitan_rl.core.waiting import together
 from torchtitan_rl.hosts.facts import HostFacts
-from torchtitan_rl.hosts.families import Family
 from torchtitan_rl.hosts.link import HostLostError, Link, LinkThread, Session
 from torchtitan_rl.hosts.messages import HostError
+from torchtitan_rl.hosts.watched import WatchedProcesses
 from torchtitan_rl.platform import Compute, machine_id
 from torchtitan_rl.platform.janitor import Janitor
 
@@ -122,7 +122,7 @@ class Host(Protocol):
         """Return when it is known that the host is not lost; raises HostLostError if it is."""
         ...
 
-    async def adopt(self, pids: Sequence[int], opened: Opened) -> HostProcesses:
+    async def watch(self, pids: Sequence[int], opened: Opened) -> HostProcesses:
         """Watch the processes that an actor was started on."""
         ...
 
@@ -154,11 +154,11 @@ class ThisHost:
     async def settle(self, opened: Opened) -> None:
         """Nothing: this host is not lost."""
 
-    async def adopt(self, pids: Sequence[int], opened: Opened) -> "LocalProcesses":
+    async def watch(self, pids: Sequence[int], opened: Opened) -> "LocalProcesses":
         return LocalProcesses(pids, opened.janitor)
 
 
-class LocalProcesses(Family):
+class LocalProcesses(WatchedProcesses):
     """Processes of an actor on this host."""
 
     lost = ""
@@ -178,7 +178,7 @@ class RemoteHost:
 
     def __init__(self, name: str, link: Link, thread: LinkThread) -> None:
         self.name, self._link, self._thread = name, link, thread
-        self._families = itertools.count()
+        self._numbers = itertools.count()
         self._waiters: set[asyncio.Future[None]] = set()
         self._last: Session | None = None
         link.on_change(self._on_change)
@@ -275,11 +275,11 @@ class RemoteHost:
     async def settle(self, opened: Opened) -> None:
         await self.ask("ping", session=opened.session)
 
-    async def adopt(self, pids: Sequence[int], opened: Opened) -> "RemoteProcesses":
+    async def watch(self, pids: Sequence[int], opened: Opened) -> "RemoteProcesses":
         assert opened.session is not None
-        family = next(self._families)
-        await self.ask("watch", session=opened.session, family=family, pids=list(pids))
-        return RemoteProcesses(self, opened.session, family, opened.temporary)
+        number = next(self._numbers)
+        await self.ask("watch", session=opened.session, number=number, pids=list(pids))
+        return RemoteProcesses(self, opened.session, number, opened.temporary)
 
     async def free_port(self) -> int:
         """A port of its address that nobody listens at."""
@@ -300,7 +300,7 @@ class RemoteHost:
         copy. The worker removes it when the run ends."""
         small = (p for p in folder.iterdir() if p.is_file() and p.stat().st_size <= SMALL)
         files = {p.name: p.read_bytes() for p in small if p.suffix not in WEIGHT_FILES} | others
-        own, at = f"model-{next(self._families)}-{folder.name}", ""
+        own, at = f"model-{next(self._numbers)}-{folder.name}", ""
         for name, content in files.items():
             for start in range(0, max(len(content), 1), PIECE):
                 data = base64.b64encode(content[start : start + PIECE]).decode()
@@ -326,17 +326,17 @@ class RemoteProcesses:
 
     processes: list[psutil.Process] = []
 
-    def __init__(self, host: RemoteHost, session: Session, family: int, temporary: str) -> None:
+    def __init__(self, host: RemoteHost, session: Session, number: int, temporary: str) -> None:
         self._host, self._session = host, session
-        self._family, self._temporary = family, temporary
+        self._number, self._temporary = number, temporary
 
     @property
     def alive(self) -> bool:
-        return not self._session.lost and not self._session.ends.get(self._family)
+        return not self._session.lost and not self._session.ends.get(self._number)
 
     @property
     def ends(self) -> dict[int, str]:
-        ended = dict(self._session.ends.get(self._family, {}))  # another thread adds to it
+        ended = dict(self._session.ends.get(self._number, {}))  # another thread adds to it
         return {rank: how for rank, how in ended.items() if how}
 
     @property
@@ -354,7 +354,7 @@ class RemoteProcesses:
         """End them; those of a lost host are ended by its worker."""
         with contextlib.suppress(HostLostError):
             await self._host.ask(
-                "end", session=self._session, family=self._family, temporary=self._temporary
+                "end", session=self._session, number=self._number, temporary=self._temporary
             )
 
 

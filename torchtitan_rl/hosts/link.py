@@ -49,7 +49,7 @@ class Session:
         self.lost = ""
         """Why it has ended; empty while it has not."""
         self.ends: dict[int, dict[int, str]] = {}
-        """How processes have ended, by the number of their family and by rank."""
+        """How processes have ended, by the number of their actor and by rank."""
         self.answers: dict[int, asyncio.Future[Any]] = {}
 
     @property
@@ -201,8 +201,8 @@ class Link:
                 if "leaving" in message:
                     return str(message["leaving"])
                 if "ended" in message:
-                    family = session.ends.setdefault(message["ended"], {})
-                    family[message["rank"]] = message["how"]
+                    of_actor = session.ends.setdefault(message["ended"], {})
+                    of_actor[message["rank"]] = message["how"]
                 elif (answer := session.answers.get(message.get("id", 0))) is not None:
                     if answer.done():
                         continue

@@ -20,9 +20,9 @@ import psutil
 from torchtitan_rl.core.errors import describe_error
 from torchtitan_rl.core.waiting import cancel
 from torchtitan_rl.hosts.addresses import family_of
-from torchtitan_rl.hosts.families import REAP_SECONDS, Family, has_ended, kill
 from torchtitan_rl.hosts.messages import ClosedError, HostError, Messages, reason
 from torchtitan_rl.hosts.monarch_worker import READY
+from torchtitan_rl.hosts.watched import REAP_SECONDS, WatchedProcesses, has_ended, kill
 from torchtitan_rl.platform.janitor import Janitor
 from torchtitan_rl.weight_sync.relay import Relay
 
@@ -47,7 +47,7 @@ class LentSession:
         self._address, self._messages = address, messages
         self._silence = max(silence, LEAST_SILENCE)
         self._folder = Janitor(Path(tempfile.mkdtemp(prefix="torchtitan_rl-session-")))
-        self._families: dict[int, Family] = {}
+        self._watched: dict[int, WatchedProcesses] = {}
         self._server: asyncio.subprocess.Process | None = None
         self._relay: Relay | None = None
         # Threads of their own: one that waits for weights must not keep others from ending.
@@ -63,7 +63,7 @@ class LentSession:
             "write_file": self._write_file,
             "open": self._open,
             "watch": self._watch,
-            "end": self._end_family,
+            "end": self._end,
             "relay": self._start_relay,
             "fetch": self._fetch,
         }
@@ -216,23 +216,23 @@ class LentSession:
         made = tempfile.mkdtemp(prefix=f"{name}-", dir=self._folder.folder) if temporary else ""
         return {"log_file": str(log_file), "temporary": made}
 
-    async def _watch(self, *, family: int, pids: list[int]) -> None:
+    async def _watch(self, *, number: int, pids: list[int]) -> None:
         """Tell the controller when one of these processes ends."""
         loop = asyncio.get_running_loop()
 
         def on_exit(rank: int, how: str) -> None:
-            tell = partial(self._messages.send, ended=family, rank=rank, how=how)
+            tell = partial(self._messages.send, ended=number, rank=rank, how=how)
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(tell)
 
         children = await asyncio.to_thread(psutil.Process().children, recursive=True)
         if strangers := set(pids) - {process.pid for process in children}:
             raise HostError(f"processes {sorted(strangers)} have ended, or are not of this run")
-        self._families[family] = Family(pids, on_exit=on_exit)
+        self._watched[number] = WatchedProcesses(pids, on_exit=on_exit)
 
-    async def _end_family(self, *, family: int, temporary: str = "") -> None:
+    async def _end(self, *, number: int, temporary: str = "") -> None:
         """End an actor's processes and what they have started."""
-        if (known := self._families.pop(family, None)) is not None:
+        if (known := self._watched.pop(number, None)) is not None:
             await known.end()
         if temporary:
             folder = self._inside(Path(temporary).name)
@@ -266,9 +266,9 @@ def _kill_all() -> set[psutil.Process]:
     that were started while others were killed."""
     deadline = time.monotonic() + REAP_SECONDS
     while True:
-        family = psutil.Process().children(recursive=True)
-        spared = kill(family)
-        left = [process for process in set(family) - spared if not has_ended(process)]
+        processes = psutil.Process().children(recursive=True)
+        spared = kill(processes)
+        left = [process for process in set(processes) - spared if not has_ended(process)]
         if not left or time.monotonic() > deadline:
             return spared
         time.sleep(0.02)  # not `wait_procs`, which would collect what asyncio waits for

@@ -33,9 +33,9 @@ from monarch.actor import (
 from monarch.spmd import setup_torch_elastic_env_async
 
 from torchtitan_rl.core.waiting import Result, as_task, cancel, together
-from torchtitan_rl.hosts.families import REAP_SECONDS, STOP_SECONDS, kill
 from torchtitan_rl.hosts.host import Host, HostProcesses, Opened, RemoteHost, check_reachable
 from torchtitan_rl.hosts.messages import HostError
+from torchtitan_rl.hosts.watched import REAP_SECONDS, STOP_SECONDS, kill
 from torchtitan_rl.observability.console import console
 from torchtitan_rl.platform.janitor import Janitor
 from torchtitan_rl.platform.titles import TITLE_VARIABLE, make_title
@@ -235,7 +235,7 @@ async def _start_on(
         pids = per_rank(await asyncio.wait_for(as_task(asking), start_seconds()))
         for number, (host, files) in enumerate(zip(hosts, opened, strict=True)):
             own = pids[number * placement.per_host : (number + 1) * placement.per_host]
-            parts.append(await host.adopt(own, files))
+            parts.append(await host.watch(own, files))
         return procs, parts
     except BaseException:
         await _give_up(procs)

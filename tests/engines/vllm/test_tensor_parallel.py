@@ -15,8 +15,8 @@ from tests.supervision.test_leftovers import gone
 from tests.support import small_engine
 from tests.tasks.tools.tricky_tools import ended
 from torchtitan_rl.config import GeneratorConfig, SamplingConfig
-from torchtitan_rl.hosts.families import started_by
 from torchtitan_rl.hosts.host import LocalProcesses
+from torchtitan_rl.hosts.watched import started_by
 from torchtitan_rl.supervision.spawn import spawn_generator
 from torchtitan_rl.weight_sync.handle import whole_tensors
 from torchtitan_rl.weight_sync.transport import make_publisher

@@ -20,13 +20,13 @@ CLEANERS = (JANITOR, "multiprocessing.resource_tracker")
 in /dev/shm or on disk when those are gone, and end by themselves."""
 
 
-class Family:
+class WatchedProcesses:
     """Processes of one actor on this machine.
 
     Example:
-        family = Family([4711, 4712])
-        family.alive
-        await family.end()
+        processes = WatchedProcesses([4711, 4712])
+        processes.alive
+        await processes.end()
     """
 
     def __init__(
@@ -61,9 +61,9 @@ class Family:
     async def end(self, members: Iterable[psutil.Process] = ()) -> None:
         """End the processes, also when they hang or have ended, and what they have started;
         `members` are those that were seen before."""
-        family = self.members() | set(members)
-        cleaners = kill(family)
-        await asyncio.to_thread(psutil.wait_procs, family - cleaners, timeout=STOP_SECONDS)
+        all_of_them = self.members() | set(members)
+        cleaners = kill(all_of_them)
+        await asyncio.to_thread(psutil.wait_procs, all_of_them - cleaners, timeout=STOP_SECONDS)
         await asyncio.to_thread(psutil.wait_procs, cleaners, timeout=REAP_SECONDS)
         if self.temporary:
             self.temporary.close()
