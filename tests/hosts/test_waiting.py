@@ -12,7 +12,7 @@ import pytest
 from torchtitan_rl.core.waiting import Interrupted
 from torchtitan_rl.hosts.link import HostLostError
 from torchtitan_rl.hosts.secret import VARIABLE
-from torchtitan_rl.run.launch import lost_host, outlast_hosts, stop_signals
+from torchtitan_rl.run.launch import MOST_FAILURES, lost_host, outlast_hosts, stop_signals
 from torchtitan_rl.supervision.calls import HostGoneError
 
 
@@ -87,6 +87,21 @@ async def test_what_a_lost_host_has_caused_is_tried_again():
     with pytest.raises(RuntimeError, match="no host is to blame"):
         await outlast_hosts(hosts, fail)
     assert hosts.waited == 2
+
+
+async def test_hosts_that_are_lost_again_and_again_end_a_run_that_gets_nowhere():
+    hosts, steps = Hosts(), iter([*range(5), *[5] * 100])
+
+    async def attempt():
+        nonlocal done
+        done = next(steps)
+        raise HostLostError("host a")
+
+    done = -1
+    with pytest.raises(HostLostError) as error:
+        await outlast_hosts(hosts, attempt, reached=lambda: done)
+    assert hosts.waited == 5 + MOST_FAILURES - 1
+    assert error.value.__notes__ == [f"{MOST_FAILURES} times, without a new checkpoint"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -10,7 +10,6 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 from monarch.actor import ActorError
 
@@ -38,7 +37,8 @@ from torchtitan_rl.run.warm_start import check_demonstrations, ensure_starting_m
 from torchtitan_rl.supervision.spawn import adopt_orphans, end_all_processes
 from torchtitan_rl.tasks.trial import build_task, try_rewards
 
-Cause = TypeVar("Cause", bound=BaseException)
+MOST_FAILURES = 20
+"""How often in a row hosts may be lost without a new checkpoint before the run ends."""
 
 
 def launch(config: RunConfig, *, dry: bool = False) -> int:
@@ -254,32 +254,39 @@ async def train_on(cluster: Cluster, config: RunConfig, lock: RunLock) -> None:
             async with controller:
                 await controller.run()
 
-    await outlast_hosts(cluster, attempt)
+    folder = RunFolder(run_path(config), resume=config.resume)
+    await outlast_hosts(cluster, attempt, reached=folder.latest_checkpoint)
 
 
-async def outlast_hosts(cluster: Cluster, attempt: Callable[[], Awaitable[None]]) -> None:
+async def outlast_hosts(
+    cluster: Cluster,
+    attempt: Callable[[], Awaitable[None]],
+    *,
+    reached: Callable[[], int | None] = lambda: None,
+) -> None:
     """Make an attempt at something, and another whenever it has failed because hosts were lost,
-    when they are back."""
+    when they are back; but not for ever, if what is `reached` stays where it is."""
+    failures, last = 0, reached()
     while True:
         try:
             await attempt()
             return
         except Exception as error:
+            failures = 1 if reached() != last else failures + 1
+            last = reached()
             if (lost := lost_host(error)) is None:
+                raise
+            if failures == MOST_FAILURES:
+                error.add_note(f"{failures} times, without a new checkpoint")
                 raise
             console.print(f"{lost}; waiting for hosts", markup=False)
         with stop_signals():
             await cluster.wait_for_all()
 
 
-def lost_host(error: BaseException) -> BaseException | None:
+def lost_host(error: BaseException | None) -> HostLostError | None:
     """The error about a lost host that has led to an error, if one has."""
-    return find_cause(error, HostLostError)
-
-
-def find_cause(error: BaseException | None, kind: type[Cause]) -> Cause | None:
-    """The first error of a kind among those that led to an error, and itself."""
-    while error is not None and not isinstance(error, kind):
+    while error is not None and not isinstance(error, HostLostError):
         error = error.__cause__ or error.__context__
     return error
 
