@@ -11,7 +11,6 @@ from setproctitle import setproctitle
 
 from torchtitan_rl.hosts.addresses import family_of, join_address
 from torchtitan_rl.platform.parent import die_with
-from torchtitan_rl.platform.third_party import prepare
 from torchtitan_rl.platform.worker_main import PARENT_VARIABLE
 
 READY = "serving at "
@@ -23,7 +22,6 @@ def main() -> None:
     address, parent = sys.argv[1], int(sys.argv[2])
     die_with(parent)
     setproctitle("torchtitan-rl worker, processes of a run")
-    prepare()
     # What is started here inherits it, and ends with this process.
     os.environ[PARENT_VARIABLE] = str(os.getpid())
     from monarch.actor import run_worker_loop_forever
