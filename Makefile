@@ -4,9 +4,8 @@ PLATFORM ?= auto
 ARGS ?=
 SUITE ?= cpu
 PY := .venv/bin/python
-# Three test files at a time, each in one process: their meshes and engines are shared within a file.
-# More than there are cores, as many a test waits for hosts, deadlines or deaths.
-PARALLEL ?= -n 3 --dist loadfile --no-loadscope-reorder
+# Two test files at a time, each in one process: their meshes and engines are shared within a file.
+PARALLEL ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 ifneq ($(filter cpu cuda,$(PLATFORM)),)
 export TORCHTITAN_RL_PLATFORM := $(PLATFORM)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-# Before torch is imported: with two threads each, the processes of `-n 3` have more threads than
+# Before torch is imported: with two threads each, the processes of `-n 2` have more threads than
 # cores, and OpenMP's wait for each other in loops (measured: a small forward pass takes 70 times as
 # long). Actors set their own number of threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -104,3 +104,21 @@ async def test_an_actor_that_is_killed_in_the_first_start_is_started_again():
         await ActorPool("grader", starts(*killed)).start()
     with pytest.raises(ValueError, match="no such model"):  # to be mended by the user
         await ActorPool("grader", starts(ValueError("no such model"))).start()
+
+
+async def test_hosts_that_do_not_come_back_are_not_waited_for_for_ever():
+    first, back = Process(), asyncio.Event()
+
+    async def ready(_number):
+        if pool.deaths.total:
+            await back.wait()
+
+    pool = ActorPool("grader", starts(first), ready=ready, host_seconds=0.2)
+    await pool.start()
+    first.lost_host, first.alive = GONE, False
+    await soon(lambda: not pool.alive)
+    with pytest.raises(HostLostError, match="no grader is left, and none of their hosts has come"):
+        await pool.wait_for_replica()
+    back.set()
+    await pool.wait_for_replica()
+    await pool.stop()

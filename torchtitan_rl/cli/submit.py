@@ -48,4 +48,7 @@ def for_the_job(arguments: Sequence[str]) -> list[str]:
                 next(words, None)
         elif word not in ("--dry_run", "--resume", "--no-resume"):
             left.append(word)
+    if "--cluster.slurm.nodes" in left:  # the last would count, and the first confuse
+        at = left.index("--cluster.slurm.nodes")
+        del left[at : at + 2]
     return [*left, "--cluster.slurm.nodes", "0"]

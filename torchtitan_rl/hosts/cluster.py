@@ -191,7 +191,10 @@ class Cluster(AbstractAsyncContextManager["Cluster"]):
 
 
 def _list_of(hosts: Sequence[RemoteHost]) -> str:
-    return "; ".join(f"{host}: {host.why_not_up}" for host in hosts)
+    return "; ".join(
+        f"{host}{'' if host.name == host.worker else f' ({host.worker})'}: {host.why_not_up}"
+        for host in hosts
+    )
 
 
 async def _resolved(place: str) -> tuple[str, int]:

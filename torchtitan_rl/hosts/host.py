@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import psutil
 
 from torchtitan_rl.core.waiting import together
+from torchtitan_rl.hosts.addresses import join_address
 from torchtitan_rl.hosts.facts import HostFacts
 from torchtitan_rl.hosts.link import HostLostError, Link, LinkThread, Session
 from torchtitan_rl.hosts.messages import HostError
@@ -189,6 +190,11 @@ class RemoteHost:
     @property
     def address(self) -> str:
         return self._link.address
+
+    @property
+    def worker(self) -> str:
+        """Address and port of its worker."""
+        return join_address(self._link.address, self._link.port)
 
     @property
     def controller_address(self) -> str:

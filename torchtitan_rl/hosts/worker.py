@@ -10,6 +10,7 @@ controller that is gone, or whose network is cut, has replaced this host's actor
 
 import asyncio
 import contextlib
+import errno
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -83,6 +84,8 @@ class Worker:
                 self._serve, self.address, self.port, family=family_of(self.address)
             )
         except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                raise AddressError(f"{self.address} is no address of this machine") from error
             raise AddressError(
                 f"cannot listen at {self.address} port {self.port} ({error.strerror}): is another "
                 "worker running there? Choose another with --address <address>:<port>"
@@ -126,6 +129,7 @@ class Worker:
         theirs = str(asked["controller"])
         if not is_proof(asked.get("proof"), self._secret, "controller", theirs, own):
             messages.send(error="its secret is another one than the controller's")
+            self._tell(f"refused {messages.other_address}, which has another secret")
             raise ClosedError("the controller does not know the secret")
         messages.longest = LONGEST
         messages.send(proof=proof(self._secret, "worker", theirs, own))

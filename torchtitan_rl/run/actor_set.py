@@ -14,7 +14,7 @@ from torchtitan_rl.observability.run_folder import RunFolder
 from torchtitan_rl.observability.timeline import Timeline
 from torchtitan_rl.platform import DeviceType, device_type
 from torchtitan_rl.run.host_weights import HostWeights
-from torchtitan_rl.run.placements import check_gpus_of_hosts, place_actors
+from torchtitan_rl.run.placements import check_gpus_of_hosts, describe, place_actors
 from torchtitan_rl.run.starting_model import model_folder
 from torchtitan_rl.supervision.environments import Environments
 from torchtitan_rl.supervision.generators import Generators
@@ -59,12 +59,13 @@ class ActorSet:
         self._model = model_folder(config)
         self._placements = place_actors(config, cluster)
         self._trainer: Spawned | None = None
-        deadline = config.supervision.deadline_seconds
+        deadline, waited = config.supervision.deadline_seconds, config.cluster.wait_seconds
         self.generators = Generators(
             self._spawn_generator,
             config.generator.replicas,
             deadline_seconds=deadline,
             ready=lambda number: _ready(self._placements.generators[number].hosts),
+            host_seconds=waited,
             bring=HostWeights(self._placements).bring,
             timeline=timeline,
         )
@@ -72,6 +73,7 @@ class ActorSet:
             self._spawn_grader,
             deadline_seconds=deadline,
             ready=lambda _: _ready(self._placements.grader.hosts),
+            host_seconds=waited,
             timeline=timeline,
         )
         if interactive and not config.rollout.train_from:
@@ -79,6 +81,7 @@ class ActorSet:
                 self._spawn_environment,
                 deadline_seconds=deadline,
                 ready=lambda _: _ready(self._placements.environment.hosts),
+                host_seconds=waited,
                 timeline=timeline,
             )
         if config.has_reference:
@@ -86,6 +89,7 @@ class ActorSet:
                 self._spawn_reference,
                 deadline_seconds=deadline,
                 ready=lambda _: _ready(self._placements.reference.hosts),
+                host_seconds=waited,
                 timeline=timeline,
             )
 
@@ -115,6 +119,23 @@ class ActorSet:
             await self._check_model(self._placements.reference.hosts, "reference")
         if training:
             await self._check_model(computing, "trainer")
+
+    def describe_hosts(self) -> list[str]:
+        """Lines about which actors live on which hosts; none if all are on this one."""
+        if not self._cluster.remote:
+            return []
+        placed = self._placements.used(
+            environment=self.environments is not None, reference=self.references is not None
+        )
+        used = {host.name for _, placement in placed for host in placement.hosts}
+        idle = [host.name for host in self._cluster.remote if host.name not in used]
+        lines = [f"{name}: {describe(placement)}" for name, placement in placed]
+        if idle:
+            lines.append(
+                f"note: no actor is on {', '.join(idle)}: raise generator.replicas, or choose "
+                "hosts with cluster.roles"
+            )
+        return lines
 
     async def _check_model(self, hosts: Sequence[Host], who: str) -> None:
         await self._cluster.check_model(hosts, self._model, who)

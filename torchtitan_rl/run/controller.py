@@ -35,7 +35,7 @@ from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.core.errors import noting
 from torchtitan_rl.core.metrics import flatten, merge_metrics
 from torchtitan_rl.core.types import Episode
-from torchtitan_rl.core.waiting import Clock, Interrupted, interruptible
+from torchtitan_rl.core.waiting import Clock, Interrupted, as_task, cancel, interruptible
 from torchtitan_rl.hosts.cluster import Cluster
 from torchtitan_rl.models.hf import experts_of
 from torchtitan_rl.observability.console import (
@@ -74,12 +74,14 @@ from torchtitan_rl.run.starting_model import model_folder
 from torchtitan_rl.run.sync import WeightSync
 from torchtitan_rl.run.tool_guard import ToolGuard
 from torchtitan_rl.run.turns import Turns
-from torchtitan_rl.supervision.calls import call_with_deadline
+from torchtitan_rl.supervision.calls import HostGoneError, call_with_deadline
 from torchtitan_rl.supervision.ranks import call_ranks
 from torchtitan_rl.supervision.spawn import per_rank, start_monarch
 from torchtitan_rl.tasks.trial import build_task
 
 Result = TypeVar("Result")
+LOOK_SECONDS = 1.0
+"""How often it is looked whether the trainer's hosts are there, while a step is made."""
 
 
 class Controller:
@@ -175,7 +177,7 @@ class Controller:
             with StepProgress("training", total=config.steps, done=first) as progress:
                 for step in range(first, config.steps):
                     with noting(f"in step {step}"):
-                        values = await self.step(step)
+                        values = await self.unless_trainer_lost(self.step(step))
                     # Logged before it is saved: a run killed in between repeats the step, and
                     # drops the line, where the other order would lose it.
                     log.write(step, values)
@@ -251,6 +253,18 @@ class Controller:
             "time/step": seconds,
             "tokens_per_second": tokens / seconds,
         }
+
+    async def unless_trainer_lost(self, work: Awaitable[Result]) -> Result:
+        """What `work` returns; HostGoneError as soon as a host of the trainer is lost. What else is
+        waited for then, such as a grader on that host, may never come."""
+        task = as_task(work)
+        try:
+            while not (await asyncio.wait({task}, timeout=LOOK_SECONDS))[0]:
+                if lost := self.actors.trainer.lost_host:
+                    raise HostGoneError(f"the trainer has lost {lost}")
+            return task.result()
+        finally:
+            await cancel(task)
 
     # ---- the phases of a step -----------------------------------------------------------------
 
@@ -447,6 +461,8 @@ class Controller:
             self.write_config()
             start_monarch(self.folder.log_file("monarch"), self.cluster.hosts)
             await self.actors.check_files()
+            for line in self.actors.describe_hosts():
+                console.print(line, markup=False)
             with busy("starting the actors"):
                 starting = self.call("actors", "start", self.actors.start())
                 await interruptible(self.interrupted, starting)

@@ -31,6 +31,7 @@ from torchtitan_rl.run.controller import Controller
 from torchtitan_rl.run.dry_run import dry_run
 from torchtitan_rl.run.fork import resolve_fork
 from torchtitan_rl.run.grace import grace_seconds
+from torchtitan_rl.run.placements import describe as describe_placement
 from torchtitan_rl.run.placements import place_actors
 from torchtitan_rl.run.starting_model import model_folder
 from torchtitan_rl.run.warm_start import check_demonstrations, ensure_starting_model
@@ -121,8 +122,10 @@ def show_hosts(config: RunConfig) -> int:
     for line in cluster.describe():
         console.print(line, markup=False)
     if config.cluster.hosts:
-        for line in place_actors(config, PlannedHosts(config.cluster)).describe():
-            console.print(line, markup=False)
+        placements = place_actors(config, PlannedHosts(config.cluster))
+        for name, placement in placements.used(environment=False, reference=config.has_reference):
+            console.print(f"{name}: {describe_placement(placement)}", markup=False)
+        console.print("hosts were not asked: with GPUs, actors may go to others", markup=False)
     else:
         console.print("actors are placed when the hosts are known", markup=False)
     console.print(

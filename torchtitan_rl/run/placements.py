@@ -27,16 +27,15 @@ class Placements:
     grader: Placement
     environment: Placement
 
-    def describe(self) -> list[str]:
-        """Lines about the actors: their hosts, processes and GPUs."""
-        named = [
+    def used(self, *, environment: bool, reference: bool) -> list[tuple[str, Placement]]:
+        """The actors of a run by name, and where they are."""
+        return [
             ("trainer", self.trainer),
             *((f"generator {i}", placement) for i, placement in enumerate(self.generators)),
             ("grader", self.grader),
-            ("environment, if a task needs one", self.environment),
-            ("reference, if a loss needs one", self.reference),
+            *([("environment", self.environment)] if environment else []),
+            *([("reference", self.reference)] if reference else []),
         ]
-        return [f"{name}: {describe(placement)}" for name, placement in named]
 
 
 def describe(placement: Placement) -> str:
@@ -49,9 +48,11 @@ def describe(placement: Placement) -> str:
     count = placement.per_host
     processes = "1 process" if count == 1 else f"{count} processes"
     on = f"on {names}" if len(placement.hosts) == 1 else f"on each of {names}"
-    gpus = placement.gpus[0]
-    seen = f"; GPUs {gpus[0]} to {gpus[-1]}" if gpus else ""
-    return f"{processes} {on}{seen}"
+    gpus, compute = placement.gpus[0], placement.hosts[0].compute
+    if not gpus or compute is None or compute.device == "cpu":
+        return f"{processes} {on}"
+    seen = f"GPU {gpus[0]}" if len(gpus) == 1 else f"GPUs {gpus[0]} to {gpus[-1]}"
+    return f"{processes} {on}; {seen}"
 
 
 def place_actors(config: RunConfig, cluster: HasHosts) -> Placements:

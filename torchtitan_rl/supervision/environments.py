@@ -59,6 +59,7 @@ class Environments:
         *,
         deadline_seconds: float = 1800.0,
         ready: Ready | None = None,
+        host_seconds: float = 600.0,
         timeline: Timeline | None = None,
     ) -> None:
         self.pool = ActorPool(
@@ -68,6 +69,7 @@ class Environments:
             # Each of a group's samples may make the same deadly call, and each is met alone.
             most_deaths_in_a_row=MOST_DEATHS_IN_A_ROW,
             ready=ready,
+            host_seconds=host_seconds,
             timeline=timeline,
         )
         self._dispatcher = Dispatcher(

@@ -79,6 +79,7 @@ class Generators:
         deadline_seconds: float = 1800.0,
         most_deaths_in_a_row: int = 5,
         ready: Ready | None = None,
+        host_seconds: float = 600.0,
         bring: Bring | None = None,
         timeline: Timeline | None = None,
     ) -> None:
@@ -91,6 +92,7 @@ class Generators:
             numbered=True,
             on_join=self._bring_weights,
             ready=ready,
+            host_seconds=host_seconds,
             timeline=timeline,
         )
         # Sticky, because a replica has cached the prefixes of the groups it has had.

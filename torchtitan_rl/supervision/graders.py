@@ -41,6 +41,7 @@ class Graders:
         most_deadly_in_a_row: int = 5,
         exit_report_seconds: float = EXIT_REPORT_SECONDS,
         ready: Ready | None = None,
+        host_seconds: float = 600.0,
         timeline: Timeline | None = None,
     ) -> None:
         self.pool = ActorPool(
@@ -51,6 +52,7 @@ class Graders:
             most_deaths_in_a_row=2 * (most_deadly_in_a_row + 1),
             exit_report_seconds=exit_report_seconds,
             ready=ready,
+            host_seconds=host_seconds,
             timeline=timeline,
         )
         self._dispatcher = Dispatcher[UngradedGroup, GroupRewards](

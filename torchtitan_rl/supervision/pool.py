@@ -36,6 +36,10 @@ WATCH_SECONDS = 0.5
 it has just sent a message to is gone, and never reports one that nobody calls."""
 
 
+HOST_IS_BACK = "its host is back"
+"""What a replica waits for whose host is lost."""
+
+
 class ActorsDiedError(TorchtitanRLError, RuntimeError):
     """No actor of a kind is left, and none is on its way: the run cannot go on."""
 
@@ -164,6 +168,7 @@ class ActorPool:
         exit_report_seconds: float = 0.0,
         numbered: bool = False,
         ready: Ready | None = None,
+        host_seconds: float = 600.0,
         on_join: OnJoin | None = None,
         timeline: Timeline | None = None,
     ) -> None:
@@ -175,7 +180,7 @@ class ActorPool:
             self.replicas = [Replica(0, kind, f"the {kind}")]
         self.deaths = Deaths()
         self._spawn, self._ready, self._on_join = spawn, ready, on_join
-        self._deadline = deadline_seconds
+        self._deadline, self._host_seconds = deadline_seconds, host_seconds
         self._most_deaths = most_deaths_in_a_row
         self._exit_report_seconds = exit_report_seconds
         """How long Monarch gets to report how a process ended, while a call waits for it."""
@@ -250,10 +255,23 @@ class ActorPool:
                             f"no {self.kind} is left ({self.deaths.in_a_row} died one after the "
                             f"other): {self.describe()}. Look into the run's logs folder"
                         ) from self.replicas[0].lost
-                    await self._changed.wait()
+                    await self._wait_for_change()
         except TimeoutError:
             reason = f"waited {seconds:.0f} s for a {self.kind}: {self.describe()}"
             raise DeadlineError(reason) from None
+
+    async def _wait_for_change(self) -> None:
+        """Wait until something has changed; not for ever, if only hosts can bring it about."""
+        if any(replica.held != HOST_IS_BACK for replica in self.replicas):
+            await self._changed.wait()
+            return
+        try:
+            await asyncio.wait_for(self._changed.wait(), self._host_seconds)
+        except TimeoutError:
+            raise HostLostError(
+                f"no {self.kind} is left, and none of their hosts has come back within "
+                f"{self._host_seconds:.0f} s (cluster.wait_seconds)"
+            ) from None
 
     def describe(self) -> str:
         """What every replica is doing, for messages."""
@@ -339,7 +357,7 @@ class ActorPool:
     async def _wait_to_start(self, replica: Replica) -> None:
         """Return when the replica's hosts are there and successors may be started."""
         if self._ready is not None:
-            replica.held = "its host is back"
+            replica.held = HOST_IS_BACK
             self._notify()
             await self._ready(replica.number)
         if self._starts_held:
@@ -402,8 +420,11 @@ class ActorPool:
             again.lost, again.since = None, asyncio.get_running_loop().time()
             task = self.in_background(self._replace(again))
             task.add_done_callback(partial(self._replaced, again))
-        what = f"was lost with {spawned.lost_host}" if spawned.lost_host else "died"
-        self._print(f"{replica.label} {what}; replacing it", once=False)
+        if lost := spawned.lost_host:
+            line = f"{replica.label} was lost with {lost}; it starts again when the host is back"
+        else:
+            line = f"{replica.label} died; replacing it"
+        self._print(line, once=False)
 
     async def _replace(self, replica: Replica) -> None:
         await self._end(replica)  # whatever is left of the dead one

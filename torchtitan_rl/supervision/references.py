@@ -38,10 +38,16 @@ class References:
         *,
         deadline_seconds: float = 1800.0,
         ready: Ready | None = None,
+        host_seconds: float = 600.0,
         timeline: Timeline | None = None,
     ) -> None:
         self.pool = ActorPool(
-            "reference", spawn, deadline_seconds=deadline_seconds, ready=ready, timeline=timeline
+            "reference",
+            spawn,
+            deadline_seconds=deadline_seconds,
+            ready=ready,
+            host_seconds=host_seconds,
+            timeline=timeline,
         )
         self._dispatcher = Dispatcher[Grid, RankLogprobs](
             self.pool, RETRY, what="compute logprobs", call=_logprobs, deadly_error=_deadly_error
