@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import os
 import signal
@@ -23,6 +24,7 @@ from torchtitan_rl.hosts.launchers import started, torchrun
 from torchtitan_rl.hosts.launchers.launcher import LaunchError
 from torchtitan_rl.hosts.link import HostLostError
 from torchtitan_rl.hosts.messages import HostError
+from torchtitan_rl.hosts.session import FOLDER_PREFIX, LOCK
 
 SECRET = "a secret for tests"
 
@@ -286,6 +288,18 @@ def test_a_worker_ends_when_it_is_to(tmp_path):
     assert piped.process.wait(10) == 0
     told.close()
     piped.close()
+
+
+def test_a_worker_removes_what_killed_ones_have_left(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    left, held = (tmp_path / f"{FOLDER_PREFIX}{name}" for name in ("left", "held"))
+    for folder in (left, held):
+        folder.mkdir()
+        (folder / LOCK).touch()
+    with (held / LOCK).open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        LentHost().close()
+    assert sorted(tmp_path.iterdir()) == [held]
 
 
 async def test_a_worker_for_one_run_ends_after_it():

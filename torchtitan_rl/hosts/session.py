@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import contextlib
+import fcntl
 import os
 import shutil
 import socket
@@ -28,6 +29,8 @@ from torchtitan_rl.weight_sync.relay import Relay
 
 START_SECONDS = 60.0
 """How long Monarch's server may take to start on a busy machine."""
+FOLDER_PREFIX, LOCK = "torchtitan_rl-session-", "lock"
+"""Beginning of the names of sessions' folders, and a file in each that its worker holds locked."""
 LEAST_SILENCE = 1.0
 """Shortest silence, in seconds, after which a controller may be taken for gone."""
 LISTEN_SECONDS = 30.0
@@ -46,7 +49,10 @@ class LentSession:
         self.since = time.strftime("%H:%M:%S")
         self._address, self._messages = address, messages
         self._silence = max(silence, LEAST_SILENCE)
-        self._folder = Janitor(Path(tempfile.mkdtemp(prefix="torchtitan_rl-session-")))
+        self._folder = Janitor(Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX)))
+        # Held until the folder is removed; the kernel lifts it if this process is killed.
+        self._lock = os.open(self._folder.folder / LOCK, os.O_RDWR | os.O_CREAT)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
         self._watched: dict[int, WatchedProcesses] = {}
         self._server: asyncio.subprocess.Process | None = None
         self._relay: Relay | None = None
@@ -130,6 +136,7 @@ class LentSession:
             await asyncio.to_thread(self._relay.close)
         self._fetching.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self._folder.close)
+        os.close(self._lock)
         await asyncio.to_thread(psutil.wait_procs, spared, timeout=REAP_SECONDS)
         await asyncio.to_thread(_collect_orphans)
         self._messages.abort()
@@ -259,6 +266,14 @@ class LentSession:
         if not path.is_relative_to(root):
             raise HostError(f"{name!r} is not in the session's folder")
         return path
+
+
+def remove_left_folders() -> None:
+    """Remove folders of sessions whose worker was killed with its machine."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
+        with contextlib.suppress(OSError), (folder / LOCK).open("r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if a worker holds it
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _kill_all() -> set[psutil.Process]:

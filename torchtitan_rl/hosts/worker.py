@@ -25,7 +25,7 @@ from torchtitan_rl.hosts.messages import (
     Messages,
 )
 from torchtitan_rl.hosts.secret import is_proof, new_number, proof
-from torchtitan_rl.hosts.session import LentSession
+from torchtitan_rl.hosts.session import LentSession, remove_left_folders
 
 MOST_STRANGERS = 32
 """Connections that have not proved anything yet, at once; the oldest make room for new ones."""
@@ -70,6 +70,7 @@ class Worker:
     async def run(self) -> None:
         """Serve until `stop`, or until the first session has ended if there is to be but one."""
         server = await self.listen()
+        await asyncio.to_thread(remove_left_folders)
         self._say(f"listening at {self.address} port {self.port}")
         try:
             await self._ended.wait()
