@@ -22,6 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+import psutil
 import relay_chain
 import torch
 from async_overlap import recipe
@@ -57,6 +58,14 @@ class Housed(Spawned):
         """Nothing: its process ends with the benchmark."""
 
 
+class Seen(LocalProcesses):
+    """A process that is looked at as a generator's own; that it ends is waited for once only, and
+    not by a thread for each generator in it."""
+
+    def __init__(self, pid: int) -> None:
+        self.processes, self.temporary, self._exits = [psutil.Process(pid)], None, []
+
+
 def housing(config: Controller.Config) -> Callable[[int], Awaitable[Spawned]]:
     """Starts simulated generators, many to a process."""
     made = {"model": config.model, "seed": config.seed}
@@ -72,7 +81,7 @@ def housing(config: Controller.Config) -> Callable[[int], Awaitable[Spawned]]:
         actor = house.procs.spawn(f"g{number}", SimulatedGenerator, config.generator, **made)
         await actor.setup.call_one()
         [process] = house.processes  # one object each: looking at it is not cached
-        return Housed(actor, house.procs, [LocalProcesses([process.pid])], machines=house.machines)
+        return Housed(actor, house.procs, [Seen(process.pid)], machines=house.machines)
 
     return start
 
