@@ -21,7 +21,7 @@ NOT_BENCHMARKS = {
     *("peer_work.py", "peer_ours.py", "peer_theirs.py", "profiled.py"),
 }
 ONLY_NAMED = {"ablation.py", "peer_trl.py", "hosts_survival.py"}
-"""Those that take long or, as peer_trl, install something."""
+"""Benchmarks that run only if they are named: they take long, or install something."""
 
 
 def main(words: list[str]) -> int:

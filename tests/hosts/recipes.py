@@ -74,7 +74,7 @@ def trainer_gone() -> RunConfig:
 
 
 def undisturbed() -> RunConfig:
-    """The same run on one host."""
+    """The run of `faults` on one host, which nothing happens to."""
     return replace(faults(), cluster=ClusterConfig())
 
 
